@@ -1,0 +1,60 @@
+"""Connections to Postgres, and the schema's revisions."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from rushes_core.settings import Settings
+
+_CONNECT_ARGS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    # bound what a lost client or a lock can hold up
+    "options": "-c statement_timeout=10s -c lock_timeout=4s -c idle_in_transaction_session_timeout=10s -c timezone=UTC",
+}
+
+
+def create_sync_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
+    """Engine of a worker or the dispatcher. A connection is checked before it is used."""
+    return create_engine(
+        settings.database_url, pool_size=pool_size, max_overflow=2, pool_pre_ping=True, connect_args=_CONNECT_ARGS
+    )
+
+
+def create_api_engine(settings: Settings, *, pool_size: int = 10) -> AsyncEngine:
+    """Engine of an API process. A request waits at most 5 seconds for a connection."""
+    return create_async_engine(
+        settings.database_url,
+        pool_size=pool_size,
+        max_overflow=10,
+        pool_timeout=5,
+        pool_pre_ping=True,
+        connect_args=_CONNECT_ARGS,
+    )
+
+
+def migrate(settings: Settings, revision: str = "head") -> None:
+    """Bring the schema to `revision`. Safe to run from several processes at once: an advisory lock serialises them."""
+    command.upgrade(alembic_config(settings.database_url), revision)
+
+
+def alembic_config(database_url: str) -> Config:
+    """Alembic's configuration for the revisions that ship with Rushes."""
+    config = Config()
+    config.set_main_option("script_location", str(_migrations()))
+    config.set_main_option("file_template", "%%(year)d%%(month).2d%%(day).2d_%%(hour).2d%%(minute).2d_%%(slug)s")
+    config.set_main_option("timezone", "UTC")
+    config.attributes["database_url"] = database_url
+    return config
+
+
+def _migrations() -> Path:
+    installed = Path(str(files("rushes_core"))) / "_migrations"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "migrations"

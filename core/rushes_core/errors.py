@@ -1,0 +1,78 @@
+"""Every error that Rushes raises on purpose.
+
+RushesError
+├── CheckpointError             a checkpoint directory that must not be served
+├── StorageError                the object store refused or lost something
+├── InvalidRequest              what a client sent is wrong; never retried, never counts against a worker
+├── JobNotFound                 no such job in this project
+├── TransitionRefused           the job is not in a state that allows the move
+└── GenerationError             raised while a job runs, stored on the job
+    ├── InvalidOutput           the clip that came out breaks its own contract
+    └── WorkerLost              the rank group ended under the job
+"""
+
+
+class RushesError(Exception):
+    """Base of all errors that Rushes raises on purpose; the message is written for a user or an operator."""
+
+    code = "internal_error"
+    retryable = False
+
+
+class CheckpointError(RushesError):
+    """A checkpoint directory that must not be served: names the file, the tensor or field, and what was expected."""
+
+    code = "invalid_checkpoint"
+
+
+class StorageError(RushesError):
+    """The object store could not be reached, refused an operation, or returned other bytes than were sent."""
+
+    code = "storage_error"
+    retryable = True
+
+
+class InvalidRequest(RushesError):
+    """A value that a client sent is wrong: `param` is the field's path, the message names value and limit."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or type(self).code
+
+
+class JobNotFound(RushesError):
+    """No job with this id exists in the caller's project."""
+
+    code = "video_not_found"
+
+
+class TransitionRefused(RushesError):
+    """The job is not, or no longer, in a state that allows the move."""
+
+    code = "invalid_state"
+
+
+class GenerationError(RushesError):
+    """A job failed while it ran; `stage` says where."""
+
+    code = "generation_failed"
+    retryable = True
+
+    def __init__(self, message: str, *, stage: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class InvalidOutput(GenerationError):
+    """The clip that came out breaks its own contract: wrong counts, no sound, not finite, blank."""
+
+    code = "invalid_output"
+
+
+class WorkerLost(GenerationError):
+    """The rank group ended under the job."""
+
+    code = "worker_lost"

@@ -1,0 +1,21 @@
+"""Public identifiers: a prefix and a ULID, so that they sort by creation time."""
+
+from ulid import ULID
+
+VIDEO_PREFIX = "video_"
+
+
+def new_video_id() -> str:
+    """A new job id, `video_` and 26 characters of Crockford base 32."""
+    return f"{VIDEO_PREFIX}{ULID()}"
+
+
+def is_video_id(value: str) -> bool:
+    """Whether `value` is well formed as a job id; says nothing about its existence."""
+    if not value.startswith(VIDEO_PREFIX):
+        return False
+    text = value.removeprefix(VIDEO_PREFIX)
+    try:
+        return str(ULID.from_str(text)) == text
+    except ValueError:
+        return False

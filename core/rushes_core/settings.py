@@ -1,0 +1,118 @@
+"""Settings of every Rushes process, read once from the environment (`RUSHES_*`)."""
+
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Annotated, Self
+
+from pydantic import Field, PositiveInt, SecretStr, StringConstraints, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+NonEmpty = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+
+
+class ContentDelivery(StrEnum):
+    """How a finished clip reaches a client."""
+
+    PROXY = "proxy"
+    """The API streams it from the object store."""
+    REDIRECT = "redirect"
+    """The API answers 302 to a presigned URL of the object store."""
+
+
+class Settings(BaseSettings):
+    """One frozen object per process; nothing else reads the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="RUSHES_", frozen=True, extra="ignore")
+
+    database_url: NonEmpty
+    """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
+    redis_url: NonEmpty
+    """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
+
+    s3_bucket: NonEmpty
+    """Bucket that finished clips are stored in."""
+    s3_endpoint_url: str = ""
+    """Endpoint of an S3-compatible store; empty: AWS."""
+    s3_public_endpoint_url: str = ""
+    """Endpoint as clients reach it, used to sign download URLs; empty: the same as `s3_endpoint_url`."""
+    s3_region: NonEmpty = "us-east-1"
+    s3_access_key_id: str = ""
+    """Empty: boto3's own chain of credential sources."""
+    s3_secret_access_key: SecretStr = SecretStr("")
+    s3_addressing_style: Annotated[str, StringConstraints(pattern="^(auto|path|virtual)$")] = "auto"
+    """`auto` is path style for a custom endpoint, virtual-hosted for AWS."""
+
+    checkpoint: Path
+    """Directory of the checkpoint. The API reads only its JSON files and tokenizer; a worker reads all of it."""
+    model_name: str = ""
+    """Name that clients call the model by; empty: the checkpoint's own `model_id`."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=16_384)] = 10_240
+    """Longest prompt that is accepted, in tokens of the checkpoint's tokenizer."""
+
+    api_key: SecretStr = SecretStr("")
+    """Bearer key that clients send. The API does not start without one."""
+    content_delivery: ContentDelivery = ContentDelivery.PROXY
+    presigned_url_seconds: Annotated[int, Field(ge=60, le=86_400)] = 900
+    """How long a presigned download URL works."""
+    api_max_body_bytes: Annotated[int, Field(ge=1_024)] = 1_048_576
+    """Largest request body that is read."""
+
+    pool: Annotated[str, StringConstraints(pattern="^[a-z0-9-]{1,32}$")] = "default"
+    """Pool of workers that this worker joins and that this dispatcher wakes."""
+    lease_seconds: Annotated[int, Field(ge=3)] = 30
+    """How long a replica may be silent before its job is given to another."""
+    heartbeat_seconds: Annotated[float, Field(gt=0)] = 5.0
+    """How often a replica renews its lease."""
+    poll_seconds: Annotated[float, Field(gt=0)] = 1.5
+    """How often an idle replica looks for work when no hint arrives, before jitter."""
+    dispatch_seconds: Annotated[float, Field(gt=0)] = 0.25
+    """How often the dispatcher sends hints and sweeps."""
+    max_attempts: PositiveInt = 3
+    """Attempts that a job gets before it fails."""
+    shutdown_grace_seconds: Annotated[float, Field(ge=0)] = 120.0
+    """How long a worker that was asked to stop may go on with its running job before it gives the job back."""
+    start_timeout_seconds: Annotated[float, Field(gt=0)] = 1_800.0
+    """How long a rank group may take to load its weights."""
+    stage_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank group may go without progress on a job before it is ended."""
+    pipeline: NonEmpty = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
+    """`module:callable` that builds the pipeline of a rank."""
+    scratch: Path = Path(gettempdir())
+    """Directory for raw frames and unfinished files; each replica makes one of its own below it."""
+
+    encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z]+$")] = "superfast"
+    """libx264 preset."""
+    encoder_crf: Annotated[int, Field(ge=0, le=51)] = 20
+    """libx264 constant rate factor; lower is better and larger."""
+    audio_bitrate: Annotated[int, Field(ge=32_000, le=320_000)] = 144_000
+    """Bits per second of the AAC track."""
+
+    log_level: Annotated[str, StringConstraints(pattern="^(DEBUG|INFO|WARNING|ERROR)$")] = "INFO"
+    log_json: bool = True
+    """False: coloured lines for a person at a terminal."""
+
+    @model_validator(mode="after")
+    def _lease_outlives_heartbeats(self) -> Self:
+        if self.heartbeat_seconds * 2 > self.lease_seconds:
+            raise ValueError(
+                f"heartbeat_seconds={self.heartbeat_seconds:g} must be at most half of "
+                f"lease_seconds={self.lease_seconds}"
+            )
+        return self
+
+    @property
+    def gpu_queue(self) -> str:
+        """Celery queue that carries this pool's hints."""
+        return f"gpu.{self.pool}"
+
+
+@cache
+def get_settings() -> Settings:
+    """The settings of this process.
+
+    Raises:
+        pydantic.ValidationError: a variable is missing or wrong.
+    """
+    return Settings()  # pyright: ignore[reportCallIssue]  the fields come from the environment

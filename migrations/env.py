@@ -1,0 +1,25 @@
+"""Runs the revisions, one transaction each, one process at a time, never waiting long for a lock."""
+
+from alembic import context
+from rushes_core.models import Base
+from sqlalchemy import create_engine, pool, text
+
+ADVISORY_LOCK = 7_387_643_741
+
+
+def run() -> None:
+    engine = create_engine(context.config.attributes["database_url"], poolclass=pool.NullPool)
+    with engine.connect() as connection:
+        connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": ADVISORY_LOCK})
+        connection.execute(text("SET lock_timeout = '4s'"))
+        connection.execute(text("SET statement_timeout = '30s'"))
+        connection.commit()
+        context.configure(connection=connection, target_metadata=Base.metadata, transaction_per_migration=True)
+        with context.begin_transaction():
+            context.run_migrations()
+        connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": ADVISORY_LOCK})
+        connection.commit()
+    engine.dispose()
+
+
+run()
