@@ -343,7 +343,8 @@ def _after_loss(error: dict[str, Any], *, crashed: bool) -> dict[str, Any]:
     state = case((cancel, JobState.CANCELLED.value), (spent, JobState.FAILED.value), else_=JobState.QUEUED.value)
     return {
         "state": state,
-        "crash_count" if crashed else "error_count": count + 1,
+        # a claimed job was not running: its worker's end says nothing about it
+        "crash_count" if crashed else "error_count": count + case((Job.state == JobState.RUNNING, 1), else_=0),
         "error": case((cancel, literal(CANCELLED_BY_USER, Job.error.type)), else_=literal(error, Job.error.type)),
         "run_at": func.now() + backoff,
         "finished_at": case((or_(cancel, spent), func.now()), else_=None),
