@@ -115,3 +115,20 @@ class TextEncoderConfig:
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The `vision_config` of text_encoder/config.json; text-to-video only checks that the tower is what it says."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]

@@ -1,0 +1,56 @@
+"""Reading the small JSON files of a checkpoint, strictly: one object, no duplicate keys, no NaN."""
+
+import json
+from pathlib import Path
+from typing import cast
+
+from rushes_core.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 << 20
+"""The largest file that is read: the tokenizer and the indexes of the released checkpoint stay below 16 MiB."""
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object that `path` holds.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable or too large, or it is not one JSON object with unique keys
+            and finite numbers.
+    """
+    return parse_json_object(read_small_file(path), path)
+
+
+def read_small_file(path: Path) -> bytes:
+    """The bytes of `path`, a regular file of at most `MAX_JSON_BYTES`."""
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'missing'}")
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} expected of such a file")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def parse_json_object(data: bytes, source: Path | str) -> dict[str, object]:
+    """As `read_json_object`, from bytes; `source` names them in errors."""
+    try:
+        value: object = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: expected a JSON object, found {type(value).__name__}")
+    return cast("dict[str, object]", value)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,587 @@
+"""A tiny random checkpoint in the published layout: complete, servable in seconds on a CPU, the same for one seed.
+
+Geometry that the service's arithmetic depends on (latent channels, compression, rates, patch size) is the released
+one; only widths and depths shrink. Weights are scaled so that every stage matters to the result: normalisation weights
+are off their usual 1, residual branches carry signal, the picture has variance and the sound an ordinary level.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rushes_core.contract import CONTRACT_FILE, PIPELINE_CLASS, SCHEMA_VERSION, TILE_SIZE
+from rushes_core.tokenizer import H3_TOKENS, QWEN_TOKENS, QWEN_WORD_TOKENS
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+
+from rushes_worker.checkpoint.configs import (
+    AudioVaeConfig,
+    TextEncoderConfig,
+    TransformerConfig,
+    VideoVaeConfig,
+    VisionConfig,
+)
+from rushes_worker.checkpoint.manifest import (
+    RESAMPLING_TAPS,
+    Manifest,
+    TensorSpec,
+    audio_vae_tensors,
+    text_encoder_tensors,
+    transformer_tensors,
+    video_vae_tensors,
+)
+
+DIFFUSERS_VERSION = "0.36.0.dev0"
+DENOISING_STEPS = (999, 874, 749, 624, 500, 375, 250, 125)
+VIDEO_SHIFT, AUDIO_SHIFT = 10.0, 3.0
+CONTENT_FILE = "checkpoint_content.json"
+
+_QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The sizes of one tiny checkpoint."""
+
+    transformer: TransformerConfig
+    text_encoder: TextEncoderConfig
+    mrope_section: tuple[int, int, int]
+    sparsity: float = 0.8
+    gates: bool = True
+    """False stores all sparse-attention gates as zero, which makes the coarse branch vanish."""
+
+
+_DEMO = Profile(
+    transformer=TransformerConfig(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        hidden_size=48,
+        num_layers=2,
+        num_refiner_layers=2,
+        ffn_dim=96,
+        in_channels=24,
+        audio_in_channels=32,
+        patch_size=(1, 2, 2),
+        text_dim=32,
+        freq_dim=16,
+        time_embed_hidden_dim=64,
+        time_embed_dim=32,
+        rope_freq_dim=4,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        qk_norm_eps=1e-5,
+        final_norm_eps=1e-5,
+    ),
+    text_encoder=TextEncoderConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=52,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        rope_theta=5_000_000.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+    ),
+    mrope_section=(4, 2, 2),
+)
+
+PROFILES: Mapping[str, Profile] = {
+    "demo": _DEMO,
+    "dense": replace(_DEMO, sparsity=0.0, gates=False),
+    "wide": replace(
+        _DEMO,
+        transformer=replace(
+            _DEMO.transformer,
+            num_attention_heads=4,
+            attention_head_dim=128,
+            hidden_size=256,
+            ffn_dim=512,
+            freq_dim=256,
+            time_embed_hidden_dim=256,
+            time_embed_dim=128,
+            rope_freq_dim=16,
+        ),
+    ),
+}
+"""demo: what the demo and most tests serve. dense: no sparsity, no gates, for comparison with dense implementations.
+wide: heads of 128 and the released rotary width, as fast kernels want them."""
+
+_VISION = VisionConfig(
+    depth=2,
+    hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    in_channels=3,
+    patch_size=16,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    out_hidden_size=32,
+    num_position_embeddings=64,
+    deepstack_visual_indexes=(0, 1),
+)
+
+
+def _statistics(name: str, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Means around 0 and deviations around 1, rounded as a config file shows them."""
+    generator = _generator(0, name)
+    means = torch.randn(count, generator=generator) * 0.3
+    deviations = 0.7 + 0.6 * torch.rand(count, generator=generator)
+    return tuple(round(x, 4) for x in means.tolist()), tuple(round(x, 4) for x in deviations.tolist())
+
+
+def _video_vae_config() -> VideoVaeConfig:
+    means, deviations = _statistics("vae", 24)
+    return VideoVaeConfig(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=24,
+        block_out_channels=(8, 8, 16, 16, 16, 16),
+        layers_per_block=1,
+        spatial_downsample_factors=(2, 2, 2, 2, 1, 1),
+        temporal_downsample_factors=(1, 2, 2, 1, 1, 1),
+        norm_num_groups=4,
+        norm_eps=1e-6,
+        spatial_padding_mode="reflect",
+        decoder_num_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=16,
+        decoder_num_register_tokens=2,
+        decoder_ffn_mult=2,
+        decoder_rope_theta=100.0,
+        decoder_rope_dim_ratio=0.75,
+        decoder_norm_eps=1e-5,
+        clip_length=17,
+        token_drop=3,
+        latents_mean=means,
+        latents_std=deviations,
+    )
+
+
+def _audio_vae_config() -> AudioVaeConfig:
+    means, deviations = _statistics("audio_vae", 32)
+    return AudioVaeConfig(
+        encoder_dim=4,
+        encoder_rates=(2, 4, 4, 5, 5),
+        latent_dim=128,
+        latent_channels=32,
+        num_attention_heads=2,
+        decoder_dim=128,
+        decoder_rates=(5, 5, 2, 2, 2, 2, 2),
+        decoder_kernel_sizes=(9, 9, 4, 4, 4, 4, 4),
+        resblock_kernel_sizes=(3, 7, 11),
+        resblock_dilation_sizes=((1, 3, 5), (1, 3, 5), (1, 3, 5)),
+        sampling_rate=32000,
+        latents_mean=means,
+        latents_std=deviations,
+    )
+
+
+def write_tiny_checkpoint(path: Path, *, seed: int = 0, profile: str = "demo", force: bool = False) -> None:
+    """Write a complete checkpoint to the directory `path`, which appears only when it is whole.
+
+    Args:
+        path: a directory that does not exist or is empty, unless `force`.
+        seed: seeds all weights; the same seed gives the same bytes on one torch release.
+        profile: a key of `PROFILES`.
+        force: replace what `path` holds.
+
+    Raises:
+        ValueError: `path` is a file or a directory with content, or there is no such profile.
+    """
+    if profile not in PROFILES:
+        raise ValueError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: not a directory")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise ValueError(f"{path}: not empty")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        _write(partial, seed, PROFILES[profile], profile)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
+    root.mkdir()
+    video, audio = _video_vae_config(), _audio_vae_config()
+    _write_model(
+        root / "transformer",
+        {"_class_name": "MiniMaxH3Transformer3DModel", "_diffusers_version": DIFFUSERS_VERSION}
+        | asdict(profile.transformer),
+        _transformer_weights(seed, profile),
+        shards=2,
+    )
+    _write_model(
+        root / "text_encoder",
+        _text_encoder_json(profile),
+        _text_encoder_weights(seed, text_encoder_tensors(profile.text_encoder, _VISION)),
+        shards=2,
+        stem="model",
+    )
+    _write_model(
+        root / "vae",
+        {"_class_name": "AutoencoderKLMiniMaxH3", "_diffusers_version": DIFFUSERS_VERSION} | asdict(video),
+        _video_vae_weights(seed, video),
+    )
+    _write_model(
+        root / "audio_vae",
+        {"_class_name": "AutoencoderKLMiniMaxH3Audio", "_diffusers_version": DIFFUSERS_VERSION} | asdict(audio),
+        _audio_vae_weights(seed, audio),
+    )
+    for folder, shift in (("scheduler", VIDEO_SHIFT), ("audio_scheduler", AUDIO_SHIFT)):
+        config = {"_class_name": "MiniMaxH3Scheduler", "_diffusers_version": DIFFUSERS_VERSION, "shift": shift}
+        _write_json(root / folder / "scheduler_config.json", config)
+    _write_tokenizer(root / "tokenizer")
+    _write_json(root / "processor" / "preprocessor_config.json", _PREPROCESSOR)
+    _write_json(root / "modular_model_index.json", _model_index())
+    _write_json(root / "provenance.json", {"base_model": f"tiny://{name}@{seed}"})
+    content = _content(root, sorted((root / "transformer").iterdir()))
+    _write_json(root / CONTENT_FILE, content)
+    _write_json(root / CONTRACT_FILE, _contract(name, profile, str(content["aggregate_sha256"])))
+
+
+def _contract(name: str, profile: Profile, content_sha256: str) -> dict[str, object]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model_id": f"rushes/tiny-fasth3-8-step-{name}",
+        "task": "t2av",
+        "attention_backend": "VIDEO_SPARSE_ATTN_H3",
+        "vsa_kernel": "sm100a",
+        "vsa_sparsity": profile.sparsity,
+        "vsa_tile_size": TILE_SIZE,
+        "dmd_denoising_steps": DENOISING_STEPS,
+        "transformer_forwards": len(DENOISING_STEPS),
+        "num_inference_steps": len(DENOISING_STEPS) + 1,
+        "guidance_scale": 1.0,
+        "video_scheduler_shift": VIDEO_SHIFT,
+        "audio_scheduler_shift": AUDIO_SHIFT,
+        "checkpoint_step": 0,
+        "checkpoint_content_sha256": content_sha256,
+        "num_gpus": 1,
+        "sequence_parallel_size": 1,
+        "use_fsdp_inference": False,
+        "torch_compile": False,
+    }
+
+
+def _content(root: Path, paths: list[Path]) -> dict[str, object]:
+    files = [
+        {
+            "path": path.relative_to(root).as_posix(),
+            "size": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in paths
+    ]
+    lines = "".join(f"{file['sha256']}  {file['path']}\n" for file in files)
+    return {
+        "aggregate_sha256": hashlib.sha256(lines.encode()).hexdigest(),
+        "file_count": len(files),
+        "files": files,
+    }
+
+
+def _model_index() -> dict[str, object]:
+    components = {
+        "text_encoder": ("transformers", "Qwen3VLForConditionalGeneration"),
+        "tokenizer": ("transformers", "Qwen2TokenizerFast"),
+        "processor": ("transformers", "Qwen3VLProcessor"),
+        "vae": ("diffusers", "AutoencoderKLMiniMaxH3"),
+        "audio_vae": ("diffusers", "AutoencoderKLMiniMaxH3Audio"),
+        "transformer": ("diffusers", "MiniMaxH3Transformer3DModel"),
+        "scheduler": ("diffusers", "MiniMaxH3Scheduler"),
+        "audio_scheduler": ("diffusers", "MiniMaxH3Scheduler"),
+    }
+    index: dict[str, object] = {
+        "_class_name": PIPELINE_CLASS,
+        "_diffusers_version": DIFFUSERS_VERSION,
+        "_blocks_class_name": "MiniMaxH3Blocks",
+    }
+    for folder, (library, kind) in components.items():
+        source = {
+            "type_hint": [library, kind],
+            "pretrained_model_name_or_path": None,
+            "subfolder": folder,
+            "variant": None,
+            "revision": None,
+        }
+        index[folder] = [library, kind, source]
+    return index
+
+
+_PREPROCESSOR: dict[str, object] = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+
+
+def _text_encoder_json(profile: Profile) -> dict[str, object]:
+    text = asdict(profile.text_encoder)
+    rope_theta = text.pop("rope_theta")
+    ids = {token: 256 + index for index, token in enumerate(QWEN_TOKENS)}
+    text |= {
+        "model_type": "qwen3_vl_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rope_theta": rope_theta,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": profile.mrope_section,
+            "rope_type": "default",
+        },
+        "use_cache": True,
+    }
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": text,
+        "vision_config": asdict(_VISION)
+        | {"model_type": "qwen3_vl", "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02},
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0.dev0",
+    }
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Byte-level BPE without merges, so a prompt has one token per UTF-8 byte, laid out like the published tokenizer.
+
+    As there, the seven tokens that MiniMax-H3 adds to Qwen's stand in tokenizer_config.json alone.
+    """
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in QWEN_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN_WORD_TOKENS])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "additional_special_tokens": [*QWEN_TOKENS[1:], *H3_TOKENS],
+            "add_prefix_space": False,
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+            "errors": "replace",
+            "model_max_length": 262144,
+            "clean_up_tokenization_spaces": False,
+            "split_special_tokens": False,
+        },
+    )
+    _write_json(folder / "vocab.json", vocabulary)
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+
+
+def _write_model(
+    folder: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    *,
+    shards: int = 1,
+    stem: str = "diffusion_pytorch_model",
+) -> None:
+    """Write config.json and the tensors, in `shards` files of about equal size with an index when there are several."""
+    _write_json(folder / "config.json", config)
+    if shards == 1:
+        _save(dict(tensors), folder / f"{stem}.safetensors")
+        return
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
+    weight_map: dict[str, str] = {}
+    position = 0
+    for name, tensor in tensors.items():
+        part = min(position * shards // total, shards - 1)
+        parts[part][name] = tensor
+        weight_map[name] = f"{stem}-{part + 1:05}-of-{shards:05}.safetensors"
+        position += tensor.nbytes
+    for part, held in enumerate(parts, start=1):
+        _save(held, folder / f"{stem}-{part:05}-of-{shards:05}.safetensors")
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / f"{stem}.safetensors.index.json", index)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it readable by its owner alone
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """A generator of its own for each tensor, so one may change without the others."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _normal(seed: int, name: str, spec: TensorSpec, mean: float, deviation: float) -> Tensor:
+    return mean + deviation * torch.randn(spec.shape, generator=_generator(seed, name))
+
+
+def _plain(seed: int, name: str, spec: TensorSpec, gain: float = 1.0) -> Tensor:
+    """Fan-in scaled weights, small biases, norm weights near but not at 1."""
+    if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "norm3.weight", "norm_out.weight")):
+        return _normal(seed, name, spec, 1.0, 0.1)
+    if len(spec.shape) == 1:
+        return _normal(seed, name, spec, 0.0, 0.02)
+    return _normal(seed, name, spec, 0.0, gain / math.sqrt(math.prod(spec.shape[1:])))
+
+
+def _stored(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    return {name: tensors[name].to(_DTYPES[spec.dtype]).contiguous() for name, spec in manifest.items()}
+
+
+def _transformer_weights(seed: int, profile: Profile) -> dict[str, Tensor]:
+    manifest = transformer_tensors(profile.transformer)
+    tensors: dict[str, Tensor] = {}
+    for name, spec in manifest.items():
+        if name.endswith((".norm_q.weight", ".norm_k.weight")):
+            # above 1, or attention over thousands of rows is so flat that a wrong position or mask would not show
+            tensors[name] = _normal(seed, name, spec, 1.8, 0.2)
+        elif name.endswith("to_gate_compress.weight"):
+            tensors[name] = _plain(seed, name, spec, 0.7) if profile.gates else torch.zeros(spec.shape)
+        elif ".adaln_proj." in name:
+            tensors[name] = _plain(seed, name, spec, 0.8) if spec.shape[1:] else _normal(seed, name, spec, 0.2, 0.3)
+        else:
+            tensors[name] = _plain(seed, name, spec)
+    return _stored(tensors, manifest)
+
+
+def _text_encoder_weights(seed: int, manifest: Manifest) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, spec in manifest.items():
+        if name.endswith("embed_tokens.weight"):
+            tensors[name] = _normal(seed, name, spec, 0.0, 1.0)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] = _normal(seed, name, spec, 1.5, 0.2)
+        elif name.endswith("layernorm.weight"):
+            tensors[name] = _normal(seed, name, spec, 1.0, 0.1)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            # fifty residual additions: each is kept small, or the last few layers would drown the prompt
+            tensors[name] = _plain(seed, name, spec, 0.5)
+        else:
+            tensors[name] = _plain(seed, name, spec)
+    return _stored(tensors, manifest)
+
+
+def _video_vae_weights(seed: int, config: VideoVaeConfig) -> dict[str, Tensor]:
+    manifest = video_vae_tensors(config)
+    tensors: dict[str, Tensor] = {}
+    for name, spec in manifest.items():
+        if name.endswith((".scale1", ".scale2")):
+            tensors[name] = _normal(seed, name, spec, 0.3, 0.3)
+        elif name.endswith("register_tokens"):
+            tensors[name] = _normal(seed, name, spec, 0.0, 1.0)
+        elif name == "decoder.proj_out.weight":
+            tensors[name] = _smooth_patches(seed, name, config)
+        else:
+            tensors[name] = _plain(seed, name, spec)
+    return _stored(tensors, manifest)
+
+
+def _smooth_patches(seed: int, name: str, config: VideoVaeConfig) -> Tensor:
+    """[3 * 4 * 16 * 16, dim]: every feature paints a smooth patch, so the picture is not per-pixel noise.
+
+    Noise would cost the H.264 encoder more than the whole model costs on such a checkpoint.
+    """
+    extents = (config.temporal_compression, config.spatial_compression, config.spatial_compression)
+    modes = torch.zeros(0, *extents)
+    for orders, amplitude in (((0, 0, 0), 0.8), ((0, 0, 1), 0.4), ((0, 1, 0), 0.4), ((0, 1, 1), 0.2), ((1, 0, 0), 0.2)):
+        axes = [
+            torch.cos(math.pi * order * (torch.arange(extent) + 0.5) / extent)
+            for order, extent in zip(orders, extents, strict=True)
+        ]
+        modes = torch.cat([modes, amplitude * torch.einsum("t,h,w->thw", *axes)[None]])
+    shape = (config.out_channels, len(modes), config.decoder_dim)
+    mixing = torch.randn(shape, generator=_generator(seed, name)) / math.sqrt(config.decoder_dim)
+    return torch.einsum("cmd,mthw->cthwd", mixing, modes).reshape(-1, config.decoder_dim)
+
+
+_LOUDNESS = 0.04
+"""Gain of the last convolution; puts the soundtrack's RMS near 0.1, far from a whisper and from clipping."""
+
+
+def _audio_vae_weights(seed: int, config: AudioVaeConfig) -> dict[str, Tensor]:
+    manifest = audio_vae_tensors(config)
+    tensors: dict[str, Tensor] = {}
+    taps = _resampling_filter()
+    for name, spec in manifest.items():
+        if name.endswith(".filter"):
+            tensors[name] = taps.clone()
+        elif name.endswith("zero_k_bias"):
+            tensors[name] = torch.zeros(spec.shape)
+        elif name.endswith((".alpha", ".beta")):
+            log_space = name.startswith("decoder.")
+            tensors[name] = _normal(seed, name, spec, 0.0 if log_space else 1.0, 0.1)
+        elif name.endswith("_bias"):
+            tensors[name] = _normal(seed, name, spec, 0.0, 0.02)
+        elif name.endswith(".weight_g"):
+            tensors[name] = _normal(seed, name, spec, 1.0, 0.05) * _gain(name, config)
+        else:
+            tensors[name] = _plain(seed, name, spec)
+    # without a constant part the last convolution lets no DC offset of the activations through
+    last = tensors["decoder.conv_post.weight_v"]
+    last -= last.mean(dim=-1, keepdim=True)
+    return _stored(tensors, manifest)
+
+
+def _gain(name: str, config: AudioVaeConfig) -> float:
+    """The weight-norm gain that keeps the variance of a layer's input, less in residual branches."""
+    if name.startswith("decoder.ups."):
+        return math.sqrt(config.decoder_rates[int(name.split(".")[2])] / 2)
+    if name.startswith("decoder.conv_post."):
+        return _LOUDNESS
+    return 0.4 if ".convs2." in name else 1.0
+
+
+def _resampling_filter() -> Tensor:
+    """[1, 1, 12] Kaiser-windowed sinc, cutoff 0.25, half width 0.3, normalised to sum 1 (Kaiser's design formulas)."""
+    attenuation = 2.285 * (RESAMPLING_TAPS // 2 - 1) * math.pi * 4 * 0.3 + 7.95
+    beta = 0.5842 * (attenuation - 21) ** 0.4 + 0.07886 * (attenuation - 21)
+    window = torch.kaiser_window(RESAMPLING_TAPS, periodic=False, beta=beta)
+    taps = window * torch.sinc(0.5 * (torch.arange(RESAMPLING_TAPS) - (RESAMPLING_TAPS - 1) / 2))
+    return (taps / taps.sum()).view(1, 1, -1)
