@@ -39,6 +39,18 @@ class Clip:
             raise ValueError(f"seconds must be between {MIN_SECONDS} and {MAX_SECONDS}, got {seconds:g}")
         return cls(frames_for(round(seconds * FPS)))
 
+    @classmethod
+    def for_frames(cls, num_frames: int) -> "Clip":
+        """The clip that serves a request of `num_frames`, up to the next 17k + 5.
+
+        Raises:
+            ValueError: the clip would be shorter or longer than any that is served.
+        """
+        low, high = MIN_SECONDS * FPS, ADMISSIBLE_FRAMES[-1]
+        if not low <= num_frames <= high:
+            raise ValueError(f"num_frames must be between {low} and {high}, got {num_frames}")
+        return cls(frames_for(num_frames))
+
     @property
     def num_units(self) -> int:
         """Temporal units of the video VAE."""

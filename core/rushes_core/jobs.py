@@ -249,7 +249,6 @@ def unpurged(*, limit: int = 20) -> Select[Job]:
         .where(Job.deleted_at.is_not(None), Job.purged_at.is_(None), Job.state.in_(FINAL_STATES))
         .order_by(Job.deleted_at)
         .limit(limit)
-        .with_for_update(skip_locked=True)
     )
 
 

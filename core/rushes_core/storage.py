@@ -1,0 +1,201 @@
+"""Finished clips in an S3-compatible store: written once under a key of their own, verified, read by range."""
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from rushes_core.errors import StorageError
+from rushes_core.settings import Settings
+
+_ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+_CHUNK_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What the store says of an object."""
+
+    key: str
+    num_bytes: int
+    sha256: str
+    """Hexadecimal; empty when the store keeps none."""
+
+
+def result_key(project: str, job_id: str, attempt: int, fence: int, name: str = "video.mp4") -> str:
+    """Key of an attempt's result. The fence makes it unique: two attempts can never write the same object."""
+    return f"{job_prefix(project, job_id)}{attempt}-{fence}/{name}"
+
+
+def job_prefix(project: str, job_id: str) -> str:
+    """Prefix of everything that a job's attempts stored."""
+    return f"results/{project}/{job_id}/"
+
+
+class ObjectStore:
+    """One bucket. Clients of boto3 may be used from several threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.bucket = settings.s3_bucket
+        self._settings = settings
+
+    def check(self) -> None:
+        """Raise `StorageError` unless the bucket answers."""
+        with _translated(f"bucket {self.bucket}"):
+            self._client.head_bucket(Bucket=self.bucket)
+
+    def put_file(self, key: str, path: Path, *, content_type: str, sha256: str) -> StoredObject:
+        """Store the file at `path` under `key`, which must not exist, and verify what the store holds.
+
+        A reply that is lost or late is resolved by reading: the object that is there with this checksum is ours.
+
+        Raises:
+            StorageError: the store failed, or holds other bytes.
+        """
+        digest = base64.b64encode(bytes.fromhex(sha256)).decode()
+        try:
+            with path.open("rb") as file:
+                self._client.put_object(
+                    Bucket=self.bucket,
+                    Key=key,
+                    Body=file,
+                    ContentType=content_type,
+                    ChecksumSHA256=digest,
+                    IfNoneMatch="*",
+                )
+        except (BotoCoreError, ClientError) as error:
+            stored = self.head(key)
+            if stored is None:
+                raise StorageError(f"storing {key}: {error}") from error
+        else:
+            stored = self.head(key)
+        num_bytes = path.stat().st_size
+        if stored is None or stored.num_bytes != num_bytes or stored.sha256 != sha256:
+            raise StorageError(f"{key}: stored as {stored}, expected {num_bytes} bytes with SHA-256 {sha256}")
+        return stored
+
+    def head(self, key: str) -> StoredObject | None:
+        """What the store holds under `key`, or None."""
+        try:
+            with _translated(key):
+                answer = self._client.head_object(Bucket=self.bucket, Key=key, ChecksumMode="ENABLED")
+        except StorageError as error:
+            if _code(error.__cause__) in _ABSENT:
+                return None
+            raise
+        checksum = answer.get("ChecksumSHA256", "")
+        return StoredObject(key, answer["ContentLength"], base64.b64decode(checksum).hex() if checksum else "")
+
+    def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
+        """Bytes `start` to `end` of an object, both included, in pieces.
+
+        Raises:
+            StorageError: before the first piece if the object cannot be opened, later if the connection breaks.
+        """
+        with _translated(key):
+            answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
+        return _pieces(key, answer["Body"])
+
+    def presigned_url(self, key: str, *, filename: str, content_type: str, seconds: int) -> str:
+        """A URL that gives `key` to anybody for `seconds`, signed for the endpoint that clients reach."""
+        url: str = self._public_client.generate_presigned_url(
+            "get_object",
+            Params={
+                "Bucket": self.bucket,
+                "Key": key,
+                "ResponseContentType": content_type,
+                "ResponseContentDisposition": content_disposition(filename),
+            },
+            ExpiresIn=seconds,
+        )
+        return url
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Remove every object below `prefix` and return how many there were."""
+        count = 0
+        with _translated(prefix):
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
+                keys = [{"Key": item["Key"]} for item in page.get("Contents", ())]
+                if keys:
+                    answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": keys, "Quiet": True})
+                    if errors := answer.get("Errors"):
+                        raise StorageError(f"deleting {errors[0].get('Key')}: {errors[0].get('Message')}")
+                count += len(keys)
+        return count
+
+    @cached_property
+    def _client(self) -> Any:
+        return self._new_client(self._settings.s3_endpoint_url)
+
+    @cached_property
+    def _public_client(self) -> Any:
+        return self._new_client(self._settings.s3_public_endpoint_url or self._settings.s3_endpoint_url)
+
+    def _new_client(self, endpoint_url: str) -> Any:
+        settings = self._settings
+        style = settings.s3_addressing_style
+        if style == "auto":
+            # a dotted bucket name or a bare address cannot be a virtual host
+            style = "path" if endpoint_url else "virtual"
+        return boto3.session.Session().client(
+            "s3",
+            region_name=settings.s3_region,
+            endpoint_url=endpoint_url or None,
+            aws_access_key_id=settings.s3_access_key_id or None,
+            aws_secret_access_key=settings.s3_secret_access_key.get_secret_value() or None,
+            config=Config(
+                # presigned URLs for a custom endpoint would be signed with the old version otherwise
+                signature_version="s3v4",
+                connect_timeout=3,
+                read_timeout=20,
+                retries={"mode": "standard", "max_attempts": 4},
+                tcp_keepalive=True,
+                s3={"addressing_style": style},
+            ),
+        )
+
+
+def content_disposition(filename: str, *, kind: str = "attachment") -> str:
+    """A Content-Disposition value that is safe for any `filename` (RFC 6266)."""
+    ascii_name = "".join(c if c.isascii() and (c.isalnum() or c in "-_. ") else "_" for c in filename) or "file"
+    return f"{kind}; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(filename, safe='')}"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pieces(key: str, body: Any) -> Iterator[bytes]:
+    with _translated(key):
+        try:
+            yield from body.iter_chunks(_CHUNK_BYTES)
+        finally:
+            body.close()
+
+
+class _translated:
+    """Turns the client library's exceptions into `StorageError`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (BotoCoreError, ClientError)):
+            raise StorageError(f"{self._what}: {error}") from error
+
+
+def _code(error: BaseException | None) -> str:
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
