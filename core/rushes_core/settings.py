@@ -24,7 +24,7 @@ class ContentDelivery(StrEnum):
 class Settings(BaseSettings):
     """One frozen object per process; nothing else reads the environment."""
 
-    model_config = SettingsConfigDict(env_prefix="RUSHES_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="RUSHES_", frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     database_url: NonEmpty
     """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
@@ -38,9 +38,11 @@ class Settings(BaseSettings):
     s3_public_endpoint_url: str = ""
     """Endpoint as clients reach it, used to sign download URLs; empty: the same as `s3_endpoint_url`."""
     s3_region: NonEmpty = "us-east-1"
+    """Region that requests are signed for."""
     s3_access_key_id: str = ""
     """Empty: boto3's own chain of credential sources."""
     s3_secret_access_key: SecretStr = SecretStr("")
+    """Belongs to `s3_access_key_id`."""
     s3_addressing_style: Annotated[str, StringConstraints(pattern="^(auto|path|virtual)$")] = "auto"
     """`auto` is path style for a custom endpoint, virtual-hosted for AWS."""
 
@@ -54,6 +56,7 @@ class Settings(BaseSettings):
     api_key: SecretStr = SecretStr("")
     """Bearer key that clients send. The API does not start without one."""
     content_delivery: ContentDelivery = ContentDelivery.PROXY
+    """`proxy`: the API streams clips from the store; `redirect`: it answers 302 to a presigned URL."""
     presigned_url_seconds: Annotated[int, Field(ge=60, le=86_400)] = 900
     """How long a presigned download URL works."""
     api_max_body_bytes: Annotated[int, Field(ge=1_024)] = 1_048_576
@@ -90,6 +93,7 @@ class Settings(BaseSettings):
     """Bits per second of the AAC track."""
 
     log_level: Annotated[str, StringConstraints(pattern="^(DEBUG|INFO|WARNING|ERROR)$")] = "INFO"
+    """`DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     log_json: bool = True
     """False: coloured lines for a person at a terminal."""
 

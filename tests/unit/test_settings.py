@@ -1,0 +1,44 @@
+"""Settings: one place, documented, refused by name when wrong."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rushes_core.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+REQUIRED: dict[str, Any] = {
+    "database_url": "postgresql+psycopg://u:p@127.0.0.1/d",
+    "redis_url": "redis://127.0.0.1/0",
+    "s3_bucket": "media",
+    "checkpoint": Path("checkpoint"),
+}
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(ValidationError, match="s3_bucket"):
+        Settings(**{name: value for name, value in REQUIRED.items() if name != "s3_bucket"})
+
+
+def test_a_lease_must_outlive_two_heartbeats() -> None:
+    with pytest.raises(ValidationError, match=r"heartbeat_seconds=20 must be at most half of lease_seconds=30"):
+        Settings(**REQUIRED, heartbeat_seconds=20)
+
+
+def test_secrets_do_not_show_in_a_repr() -> None:
+    assert "hush" not in repr(Settings(**REQUIRED, api_key="hush", s3_secret_access_key="hush"))
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    table = (ROOT / "docs" / "configuration.md").read_text()
+    documented = dict(re.findall(r"^\| `(RUSHES_\w+)` \| (.*?) \|", table, re.MULTILINE))
+    assert documented.keys() == {f"RUSHES_{name.upper()}" for name in Settings.model_fields}
+    for name, field in Settings.model_fields.items():
+        shown = documented[f"RUSHES_{name.upper()}"]
+        if field.is_required():
+            assert shown == "required"
+        elif name != "scratch":
+            value = getattr(field.default, "get_secret_value", lambda default=field.default: default)()
+            assert shown == (f"`{value}`" if value != "" else "empty"), name
