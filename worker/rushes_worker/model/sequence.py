@@ -1,0 +1,194 @@
+"""The packed sequence: text rows, then audio rows, then video rows, with their positions, tags and tiles.
+
+Shapes: S = L + 2A + T*h*w packed rows; L text tokens, A audio latents per channel, T latent frames of Hl x Wl latents
+that patches of p x p turn into h x w rows; C latent channels, R rotary angles per row.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate, cycle, islice
+from math import sqrt
+
+import numpy as np
+import torch
+from einops import rearrange
+from rushes_kernels.video_sparse_attention import TileMap, tile_map
+from torch import Tensor
+
+from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.model.rope import rotary_table
+
+AUDIO_CHANNELS = 2
+
+_TIME_PER_FRAME = 5.0 / 3.0
+"""Time units of one 24 fps frame; one audio latent (1/40 s) is the unit."""
+_FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
+_SPATIAL_SCALE = 32
+
+
+class Modality(IntEnum):
+    """Tag of a row; it indexes the modulation table, so the numbers belong to the weights."""
+
+    VIDEO = 0
+    TEXT = 1
+    AUDIO = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of packed rows of one modality."""
+
+    modality: Modality
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequence:
+    """Everything about one clip's sequence that is the same in every step and every block."""
+
+    segments: tuple[Segment, ...]
+    """In packed order, without gaps."""
+    positions_S3: Tensor
+    """(S, 3) float64 on the CPU: time, height, width."""
+    cos_SR: Tensor
+    """(S, R) fp32."""
+    sin_SR: Tensor
+    """(S, R) fp32."""
+    tiles: TileMap
+
+    @classmethod
+    def build(
+        cls,
+        config: TransformerConfig,
+        *,
+        text_length: int,
+        audio_latents: int,
+        latent_frames: int,
+        latent_height: int,
+        latent_width: int,
+        device: torch.device | str = "cpu",
+    ) -> "PackedSequence":
+        """Lay out L text tokens, two channels of A audio latents and T latent frames of Hl x Wl latents.
+
+        Raises:
+            ValueError: a length is below one, or the latents do not divide into patches.
+        """
+        lengths = {
+            "text_length": text_length,
+            "audio_latents": audio_latents,
+            "latent_frames": latent_frames,
+            "latent_height": latent_height,
+            "latent_width": latent_width,
+        }
+        for name, length in lengths.items():
+            if length < 1:
+                raise ValueError(f"{name} must be at least 1, got {length}")
+        _, patch_height, patch_width = _spatial_patch(config.patch_size)
+        if latent_height % patch_height or latent_width % patch_width:
+            raise ValueError(
+                f"latents of {latent_height} x {latent_width} do not divide into patches of "
+                f"{patch_height} x {patch_width}"
+            )
+        grid = (latent_frames, latent_height // patch_height, latent_width // patch_width)
+
+        row_counts = (text_length, AUDIO_CHANNELS * audio_latents, grid[0] * grid[1] * grid[2])
+        ends = list(accumulate(row_counts))
+        segments = tuple(
+            Segment(modality, end - count, end)
+            for modality, count, end in zip(
+                (Modality.TEXT, Modality.AUDIO, Modality.VIDEO), row_counts, ends, strict=True
+            )
+        )
+        height_axis = _spatial_axis(latent_height, grid[1], sqrt(latent_height * latent_width))
+        width_axis = _spatial_axis(latent_width, grid[2], sqrt(latent_height * latent_width))
+        positions_S3 = torch.from_numpy(
+            np.concatenate(
+                [
+                    _text_positions(text_length),
+                    _audio_positions(audio_latents, text_length, width_axis),
+                    _video_positions(latent_frames, text_length, height_axis, width_axis),
+                ]
+            )
+        )
+        cos_SR, sin_SR = rotary_table(positions_S3, config.rope_freq_dim, config.rope_theta)
+        tiles = tile_map([segment.num_rows for segment in segments[:-1]], grid)
+        return cls(segments, positions_S3, cos_SR.to(device), sin_SR.to(device), tiles.to(device))
+
+    @property
+    def num_rows(self) -> int:
+        return self.segments[-1].stop
+
+    def rows_of(self, modality: Modality) -> slice:
+        """The packed rows of a modality."""
+        segment = next(segment for segment in self.segments if segment.modality is modality)
+        return slice(segment.start, segment.stop)
+
+
+def patchify(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
+    """Video latents (C, T, Hl, Wl) as transformer rows (T*h*w, C*p*p); a row's features are ordered (C, p, p)."""
+    pt, ph, pw = _spatial_patch(patch_size)
+    return rearrange(latents_CTHW, "c (t pt) (h ph) (w pw) -> (t h w) (c pt ph pw)", pt=pt, ph=ph, pw=pw)
+
+
+def unpatchify(
+    rows: Tensor, patch_size: tuple[int, int, int], *, latent_frames: int, latent_height: int, latent_width: int
+) -> Tensor:
+    """Inverse of `patchify`: rows (T*h*w, C*p*p) to latents (C, T, Hl, Wl)."""
+    pt, ph, pw = _spatial_patch(patch_size)
+    return rearrange(
+        rows,
+        "(t h w) (c pt ph pw) -> c (t pt) (h ph) (w pw)",
+        t=latent_frames // pt,
+        h=latent_height // ph,
+        w=latent_width // pw,
+        pt=pt,
+        ph=ph,
+        pw=pw,
+    )
+
+
+def audio_latents(rows: Tensor) -> Tensor:
+    """Audio rows (2A, 32), all of the left channel first, as the latents (2, 32, A) that the audio VAE decodes."""
+    return rearrange(rows, "(c a) d -> c d a", c=AUDIO_CHANNELS)
+
+
+def _spatial_patch(patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
+    if patch_size[0] != 1:
+        raise ValueError(f"patches that span frames are not supported: patch_size is {patch_size}")
+    return patch_size
+
+
+def _spatial_axis(latents: int, rows: int, root_area: float) -> np.ndarray:
+    """(rows,) float64: coordinates centred on 16 whose span is the share of this axis in a square of equal area."""
+    extent = latents / root_area
+    low = (1.0 - extent) / 2.0
+    return np.linspace(low, low + extent, rows, endpoint=False) * _SPATIAL_SCALE
+
+
+def _text_positions(text_length: int) -> np.ndarray:
+    positions = np.zeros((text_length, 3))
+    positions[:, 0] = np.arange(text_length)
+    return positions
+
+
+def _audio_positions(latents: int, origin: int, width_axis: np.ndarray) -> np.ndarray:
+    """The channels sit at the left and the right edge of the picture."""
+    positions = np.zeros((AUDIO_CHANNELS, latents, 3))
+    positions[:, :, 0] = origin + np.arange(latents, dtype=np.float64)
+    positions[:, :, 2] = width_axis[[0, -1], None]
+    return positions.reshape(-1, 3)
+
+
+def _video_positions(frames: int, origin: int, height_axis: np.ndarray, width_axis: np.ndarray) -> np.ndarray:
+    spans = [_TIME_PER_FRAME * count for count in islice(cycle(_FRAMES_PER_LATENT), frames - 1)]
+    starts = np.concatenate([[0.0], np.cumsum(spans)])
+    positions = np.empty((frames, len(height_axis), len(width_axis), 3))
+    positions[..., 0] = (origin + starts)[:, None, None]
+    positions[..., 1] = height_axis[None, :, None]
+    positions[..., 2] = width_axis[None, None, :]
+    return positions.reshape(-1, 3)
