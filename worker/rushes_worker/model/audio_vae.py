@@ -64,7 +64,7 @@ class AudioVaeDecoder:
                 f"audio latents of shape {tuple(latents_BCA.shape)}, expected [2, {self.config.latent_channels}, A]"
             )
         # cuDNN would round the operands of fp32 convolutions to TF32, which is audible here
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
             x_BCN = latents_BCA.to(self.device, torch.float32) * self._std + self._mean
             x_BCN = self._conv_pre(self._in_proj(x_BCN))
             for stage in self._stages:
