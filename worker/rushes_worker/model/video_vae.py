@@ -3,7 +3,7 @@
 Shapes: C latent channels, T latent frames of the unit, Y x X latents of the canvas, t x y x x those of a tile (t = T);
 B tiles at a time, N = t*y*x + suffix tokens, H heads, D head dimension, M = H*D the width.
 
-x_NM carries the residual in fp32; linear layers and attention run in the compute dtype.
+x_BNM carries the residual in fp32; linear layers and attention run in the compute dtype.
 """
 
 import math
@@ -70,13 +70,13 @@ class VideoVaeDecoder:
         """Decode one temporal unit of the canvas, tile by tile, and stitch it.
 
         Args:
-            latents_CTYX: (C, unit_latents, Hl, Wl), normalised as the diffusion model leaves them.
+            latents_CTYX: (C, unit_latents, Y, X), normalised as the diffusion model leaves them.
             tile_batch: tiles per call of the transformer; None means all on CUDA and one on the CPU. The result
                 depends on it only by rounding.
 
         Returns:
-            (3, unit_frames, Hl * 16, Wl * 16) fp32 at the released compression, ImageNet-normalised RGB with the
-            unit's padding frames; `units.split` cuts it.
+            (3, unit_frames, H, W) fp32, H and W being Y and X times the spatial compression: ImageNet-normalised RGB
+            with the unit's padding frames; `units.split` cuts it.
 
         Raises:
             ValueError: the latents have another number of channels or frames than a unit.
