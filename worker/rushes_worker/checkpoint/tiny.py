@@ -28,6 +28,7 @@ from rushes_worker.checkpoint.configs import (
     VideoVaeConfig,
     VisionConfig,
 )
+from rushes_worker.checkpoint.directory import CONTENT_FILE
 from rushes_worker.checkpoint.manifest import (
     RESAMPLING_TAPS,
     Manifest,
@@ -41,7 +42,6 @@ from rushes_worker.checkpoint.manifest import (
 DIFFUSERS_VERSION = "0.36.0.dev0"
 DENOISING_STEPS = (999, 874, 749, 624, 500, 375, 250, 125)
 VIDEO_SHIFT, AUDIO_SHIFT = 10.0, 3.0
-CONTENT_FILE = "checkpoint_content.json"
 
 _QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,9 +1,13 @@
 """Where a component's tensors come from: one protocol for files, memory and generated weights."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
+from safetensors import safe_open
 from torch import Tensor
+
+from rushes_worker.checkpoint.shards import StoredTensor
 
 
 class WeightSource(Protocol):
@@ -25,3 +29,23 @@ class InMemoryWeights:
         if rows is not None:
             tensor = tensor[rows]
         return tensor if columns is None else tensor[:, columns]
+
+
+class FileWeights:
+    """A `WeightSource` over a component's safetensors files, opened as they are needed."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._files: dict[Path, safe_open] = {}
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name not in self._tensors:
+            raise KeyError(f"{self._folder}: no tensor {name!r}")
+        path = self._tensors[name].path
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt", device="cpu")
+        if rows is None and columns is None:
+            return self._files[path].get_tensor(name)
+        part = self._files[path].get_slice(name)
+        return part[rows or slice(None)] if columns is None else part[rows or slice(None), columns]
