@@ -55,6 +55,10 @@ class Settings(BaseSettings):
 
     api_key: SecretStr = SecretStr("")
     """Bearer key that clients send. The API does not start without one."""
+    api_origin: str = ""
+    """Origin at which clients reach the API, `https://host`; guards against redirects to itself when it is set."""
+    cors_origins: str = ""
+    """Origins of web pages that may call the API, separated by commas; `*`: all of them; empty: none."""
     content_delivery: ContentDelivery = ContentDelivery.PROXY
     """`proxy`: the API streams clips from the store; `redirect`: it answers 302 to a presigned URL."""
     presigned_url_seconds: Annotated[int, Field(ge=60, le=86_400)] = 900
