@@ -1,0 +1,175 @@
+"""Inside the media process: one clip at a time, encoded while its units arrive.
+
+A clip that fails is reported once and forgotten; what still arrives for it is deleted. The process ends with its
+parent.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from rushes_worker.media.encode import ClipEncoder
+from rushes_worker.media.messages import (
+    AbortClip,
+    Aborted,
+    AddUnit,
+    ClipSpec,
+    Command,
+    Failed,
+    FinishClip,
+    Finished,
+    Reply,
+    SetAudio,
+    StartClip,
+)
+from rushes_worker.media.validate import ClipFacts
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ClipInProgress:
+    """The encoder of one clip and the unit files that wait for their turn."""
+
+    def __init__(self, command: StartClip) -> None:
+        spec = command.spec
+        self.spec: ClipSpec = spec
+        self._encoder = ClipEncoder(
+            spec.path,
+            width=spec.width,
+            height=spec.height,
+            num_frames=spec.num_frames,
+            settings=command.settings,
+        )
+        self._waiting: dict[int, AddUnit] = {}
+        self._next_unit = 0
+
+    def add_unit(self, unit: AddUnit) -> None:
+        """Encode `unit` and those that waited for it, or let it wait for an earlier one."""
+        if unit.index < self._next_unit or unit.index in self._waiting:
+            raise ValueError(f"unit {unit.index} was added twice")
+        self._waiting[unit.index] = unit
+        while (ready := self._waiting.get(self._next_unit)) is not None:
+            self._encode(ready)
+            del self._waiting[ready.index]
+            ready.path.unlink()
+            self._next_unit += 1
+
+    def set_audio(self, command: SetAudio) -> None:
+        self._encoder.add_audio(np.load(command.path, allow_pickle=False))
+        command.path.unlink()
+
+    def finish(self) -> ClipFacts:
+        if self._waiting:
+            raise ValueError(f"unit {self._next_unit} is missing; {sorted(self._waiting)} wait for it")
+        self._encoder.finish()
+        assert self._encoder.facts is not None
+        return self._encoder.facts
+
+    def abort(self) -> None:
+        """Delete the unfinished file and every unit that still waits."""
+        self._encoder.abort()
+        for unit in self._waiting.values():
+            unit.path.unlink(missing_ok=True)
+
+    def _encode(self, unit: AddUnit) -> None:
+        shape = (unit.num_frames, self.spec.height, self.spec.width, 3)
+        expected, size = int(np.prod(shape)), unit.path.stat().st_size
+        if size != expected:
+            raise ValueError(f"{unit.path.name}: {unit.num_frames} frames are {expected} bytes, got {size}")
+        self._encoder.add_frames(np.memmap(unit.path, np.uint8, "r", shape=shape))
+
+
+class CommandLoop:
+    """Carries out commands in the order they come until the other end closes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._clip: ClipInProgress | None = None
+        self._number = -1
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._obey(self._connection.recv())
+        except (EOFError, ConnectionError):
+            self._drop()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, StartClip):
+            self._drop()
+            self._number = command.clip
+            self._attempt(lambda: self._start(command))
+        elif isinstance(command, AbortClip):
+            self._drop()
+            self._reply(Aborted(command.clip))
+        elif self._clip is None or command.clip != self._number:
+            _delete_input(command)
+        elif isinstance(command, FinishClip):
+            self._attempt(self._finish)
+        else:
+            self._attempt(lambda: self._add(command))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Run `action`; whatever it raises ends the clip, not the process."""
+        try:
+            action()
+        except Exception as exc:
+            self._drop()
+            self._reply(Failed(self._number, type(exc).__name__, str(exc)))
+
+    def _start(self, command: StartClip) -> None:
+        self._clip = ClipInProgress(command)
+
+    def _add(self, command: Command) -> None:
+        assert self._clip is not None
+        try:
+            if isinstance(command, AddUnit):
+                self._clip.add_unit(command)
+            elif isinstance(command, SetAudio):
+                self._clip.set_audio(command)
+        except Exception:
+            _delete_input(command)
+            raise
+
+    def _finish(self) -> None:
+        assert self._clip is not None
+        facts = self._clip.finish()
+        self._clip = None
+        self._reply(Finished(self._number, facts))
+
+    def _drop(self) -> None:
+        if self._clip is not None:
+            self._clip.abort()
+            self._clip = None
+
+    def _reply(self, reply: Reply) -> None:
+        self._connection.send(reply)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when the thread that started it ends; at once if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def main(descriptor: int, parent_pid: int) -> None:
+    """Serve the socket `descriptor` until its other end closes."""
+    end_with_parent(parent_pid)
+    # Ctrl-C reaches the whole process group; the worker decides what becomes of the clip
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Connection(descriptor) as connection:
+        CommandLoop(connection).run()
+
+
+def _delete_input(command: Command) -> None:
+    if isinstance(command, AddUnit | SetAudio):
+        Path(command.path).unlink(missing_ok=True)

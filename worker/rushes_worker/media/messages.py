@@ -1,0 +1,85 @@
+"""What a worker and its media process say to each other.
+
+Every message carries the clip's number, so an answer about an abandoned clip is never taken for one about the next.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rushes_worker.media.encode import EncoderSettings
+from rushes_worker.media.validate import ClipFacts
+
+
+@dataclass(frozen=True, slots=True)
+class ClipSpec:
+    """A clip to be made."""
+
+    path: Path
+    """The finished file; its directory must exist."""
+    width: int
+    height: int
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartClip:
+    clip: int
+    spec: ClipSpec
+    settings: EncoderSettings
+
+
+@dataclass(frozen=True, slots=True)
+class AddUnit:
+    """Raw frames of temporal unit `index`: uint8 [num_frames, H, W, 3] without a header."""
+
+    clip: int
+    index: int
+    path: Path
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetAudio:
+    """A `.npy` file of float32 [2, N]."""
+
+    clip: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FinishClip:
+    clip: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortClip:
+    clip: int
+
+
+Command = StartClip | AddUnit | SetAudio | FinishClip | AbortClip
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    clip: int
+    facts: ClipFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Nothing of the clip is left on disk."""
+
+    clip: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The clip cannot be made any more; everything of it is deleted."""
+
+    clip: int
+    kind: str
+    """Class name of the error."""
+    message: str
+
+
+Reply = Finished | Aborted | Failed

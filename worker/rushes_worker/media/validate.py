@@ -1,0 +1,334 @@
+"""Is this file the clip it should be? A strict check of container, streams, every frame and the sound.
+
+Box order and sizes are read from the bytes themselves, tags from the H.264 stream rather than from the container, and
+both tracks are decoded to the end.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import av
+import numpy as np
+from av.codec.context import ThreadType
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
+
+from rushes_worker.media.errors import InvalidClip
+
+AAC_FRAME_SAMPLES = 1024
+
+SILENCE_RMS = 2.0**-17
+"""Half a step of 16-bit sound: below it every sample is played as zero."""
+
+_ROW_STEP = 4
+
+MAX_LEVEL = 40
+"""H.264 level 4.0, which every player of the last decade decodes; only a larger frame may need more."""
+
+# level_idc: most macroblocks a second, most macroblocks a frame (H.264 table A-1)
+_LEVELS = {
+    10: (1_485, 99),
+    11: (3_000, 396),
+    12: (6_000, 396),
+    13: (11_880, 396),
+    20: (11_880, 396),
+    21: (19_800, 792),
+    22: (20_250, 1_620),
+    30: (40_500, 1_620),
+    31: (108_000, 3_600),
+    32: (216_000, 5_120),
+    40: (245_760, 8_192),
+    41: (245_760, 8_192),
+    42: (522_240, 8_704),
+    50: (589_824, 22_080),
+    51: (983_040, 36_864),
+    52: (2_073_600, 36_864),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFacts:
+    """What a valid clip is, as measured on the file."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    duration_seconds: float
+    has_audio: bool
+    audio_sample_rate: int
+    audio_channels: int
+    audio_duration_seconds: float
+    """Length of the sound as presented: after priming is cut off, padding included."""
+    bytes: int
+    sha256: str
+    """Hexadecimal digest of the whole file."""
+    pixel_variance: float
+    """Variance of Y, Cb and Cr over every fourth row of all frames, added up; 0 is one flat colour all along."""
+    audio_rms: float
+    """Root mean square of all samples of both channels; full scale is 1."""
+    video_codec: str
+    profile: str
+    level: str
+    audio_codec: str
+
+
+class Box(NamedTuple):
+    """One top-level box of an MP4 file."""
+
+    kind: str
+    offset: int
+    size: int
+
+
+def validate_clip(path: Path, *, width: int, height: int, num_frames: int) -> ClipFacts:
+    """Check that `path` is a finished clip of that size and length, and say what it is.
+
+    Raises:
+        InvalidClip: the file is missing, cut short, or differs from what a clip must be; names what, and both values.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            _check_boxes(list(top_level_boxes(file)))
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        with av.open(str(path)) as container:
+            video, audio = _streams(container)
+            level = _check_video_stream(video, width, height, num_frames)
+            _check_audio_stream(audio, num_frames)
+            pixel_variance, audio_rms = _decode(container, video, audio, width, height, num_frames)
+            return ClipFacts(
+                width=width,
+                height=height,
+                num_frames=num_frames,
+                fps=FPS,
+                duration_seconds=num_frames / FPS,
+                has_audio=True,
+                audio_sample_rate=audio.rate,
+                audio_channels=audio.channels,
+                audio_duration_seconds=float(_duration(audio)),
+                bytes=num_bytes,
+                sha256=sha256,
+                pixel_variance=pixel_variance,
+                audio_rms=audio_rms,
+                video_codec=video.codec_context.name,
+                profile=str(video.profile),
+                level=f"{level // 10}.{level % 10}",
+                audio_codec=audio.codec_context.name,
+            )
+    except (FFmpegError, OSError) as exc:
+        raise InvalidClip(f"{path.name} cannot be read as MP4: {exc}") from exc
+
+
+def top_level_boxes(file: BinaryIO) -> Iterator[Box]:
+    """The top-level boxes of an MP4 file in file order.
+
+    Raises:
+        InvalidClip: the file is empty, or a box is cut short or has an impossible size.
+    """
+    end = file.seek(0, os.SEEK_END)
+    _require(end > 0, "the file is empty")
+    offset = 0
+    while offset < end:
+        file.seek(offset)
+        header = file.read(16)
+        _require(len(header) >= 8, f"a box header at byte {offset} is cut short")
+        size, kind = struct.unpack(">I4s", header[:8])
+        name = kind.decode("latin-1")
+        _require(name.isascii() and name.isprintable(), f"byte {offset} does not start a box")
+        smallest = 8
+        if size == 1:
+            _require(len(header) == 16, f"the box {name} at byte {offset} is cut short")
+            (size,) = struct.unpack(">Q", header[8:])
+            smallest = 16
+        elif size == 0:
+            size = end - offset
+        _require(size >= smallest, f"the box {name} at byte {offset} has the impossible size {size}")
+        _require(
+            offset + size <= end,
+            f"the box {name} at byte {offset} is cut short: {size} bytes announced, {end - offset} present",
+        )
+        yield Box(name, offset, size)
+        offset += size
+
+
+def _check_boxes(boxes: list[Box]) -> None:
+    kinds = [box.kind for box in boxes]
+    _require(kinds[0] == "ftyp", f"the first box must be ftyp, got {kinds[0]}")
+    for kind in ("moov", "mdat"):
+        _require(kinds.count(kind) == 1, f"the file must have one {kind} box, got {kinds.count(kind)}")
+    _require(kinds.index("moov") < kinds.index("mdat"), f"moov must come before mdat, got {' '.join(kinds)}")
+
+
+def _streams(container: InputContainer) -> tuple[av.VideoStream, av.AudioStream]:
+    videos, audios = container.streams.video, container.streams.audio
+    counts = f"{len(videos)} video and {len(audios)} audio of {len(container.streams)} streams"
+    _require(
+        (len(videos), len(audios), len(container.streams)) == (1, 1, 2),
+        f"the file must have one video and one audio stream, got {counts}",
+    )
+    return videos[0], audios[0]
+
+
+def _check_video_stream(video: av.VideoStream, width: int, height: int, num_frames: int) -> int:
+    """The stream's level, times ten."""
+    context = video.codec_context
+    _require_equal("video codec", context.name, "h264")
+    _require_equal("video codec tag", context.codec_tag, "avc1")
+    _require_equal("frame size", f"{context.width}x{context.height}", f"{width}x{height}")
+    _require_equal("pixel format", context.pix_fmt, "yuv420p")
+    _require(context.profile in ("High", "Main"), f"the profile must be High or Main, got {context.profile}")
+    _require(context.sample_aspect_ratio in (None, 0, 1), f"pixels must be square, got {context.sample_aspect_ratio}")
+    _require_equal("frame rate", video.average_rate, Fraction(FPS))
+    _require_equal("picture length in seconds", _duration(video), Fraction(num_frames, FPS))
+    return _checked_level(context.extradata or b"", width, height)
+
+
+def _checked_level(avcc: bytes, width: int, height: int) -> int:
+    _require(len(avcc) > 4 and avcc[0] == 1, "the video stream has no avcC record")
+    level = avcc[3]
+    _require(level in _LEVELS, f"the H.264 level {level / 10:g} is unknown")
+    macroblocks = -(-width // 16) * -(-height // 16)
+    fitting = [idc for idc, (rate, size) in _LEVELS.items() if macroblocks <= size and macroblocks * FPS <= rate]
+    _require(level in fitting, f"level {level / 10:g} does not fit {width}x{height} at {FPS} frames a second")
+    highest = max(MAX_LEVEL, fitting[0])
+    _require(level <= highest, f"the level must be at most {highest / 10:g}, got {level / 10:g}")
+    return level
+
+
+def _check_audio_stream(audio: av.AudioStream, num_frames: int) -> None:
+    context = audio.codec_context
+    _require_equal("audio codec", context.name, "aac")
+    _require_equal("AAC profile", context.profile, "LC")
+    _require_equal("sample rate", context.sample_rate, AUDIO_SAMPLE_RATE)
+    _require_equal("channel layout", context.layout.name, "stereo")
+    _check_sound_length("the track says", round(_duration(audio) * AUDIO_SAMPLE_RATE), num_frames)
+
+
+def _check_sound_length(what: str, num_samples: int, num_frames: int) -> None:
+    expected = round(num_frames * AUDIO_SAMPLE_RATE / FPS)
+    _require(
+        abs(num_samples - expected) <= AAC_FRAME_SAMPLES,
+        f"the sound must last {expected} samples within {AAC_FRAME_SAMPLES}, but {what} {num_samples}",
+    )
+
+
+def _decode(
+    container: InputContainer,
+    video: av.VideoStream,
+    audio: av.AudioStream,
+    width: int,
+    height: int,
+    num_frames: int,
+) -> tuple[float, float]:
+    """Decode both tracks to the end; variance of the picture and RMS of the sound."""
+    # a decoder of its own takes the colour tags from the H.264 stream alone, not from the container
+    decoder = av.CodecContext.create("h264", "r")
+    decoder.extradata = video.codec_context.extradata
+    decoder.thread_type = ThreadType.FRAME
+    decoder.thread_count = min(4, os.cpu_count() or 1)
+    decoder.options = {"err_detect": "explode"}
+    picture, sound = _Picture(_time_base(video), width, height), _Sound()
+    for packet in container.demux(video, audio):
+        if packet.stream is audio:
+            sound.add(audio.codec_context.decode(packet))
+        elif packet.size:
+            picture.add(decoder.decode(packet))
+    picture.add(decoder.decode(None))
+    _require_equal("number of frames", picture.num_frames, num_frames)
+    _check_sound_length("decoding gives", sound.num_samples, num_frames)
+    pixel_variance, audio_rms = picture.variance(), sound.rms()
+    _require(pixel_variance > 0, "the picture is one flat colour from the first frame to the last")
+    _require(audio_rms > SILENCE_RMS, f"the sound is silent: RMS {audio_rms:.3g}")
+    return pixel_variance, audio_rms
+
+
+class _Picture:
+    """Checks decoded frames as they come and adds up their samples."""
+
+    def __init__(self, time_base: Fraction, width: int, height: int) -> None:
+        self.num_frames = 0
+        self._time_base = time_base
+        self._size = f"{width}x{height}"
+        self._sums = [[0, 0, 0] for _ in range(3)]
+
+    def add(self, frames: list[av.VideoFrame]) -> None:
+        for frame in frames:
+            self._check(frame)
+            for plane, sums in zip(frame.planes, self._sums, strict=True):
+                rows = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
+                # whole numbers far below 2**53, so float64 adds them up exactly
+                values = rows[::_ROW_STEP, : plane.width].astype(np.float64).ravel()
+                sums[0] += values.size
+                sums[1] += int(values.sum())
+                sums[2] += int(values @ values)
+            self.num_frames += 1
+
+    def variance(self) -> float:
+        """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant, none if there is no frame."""
+        return sum((count * squares - total * total) / count**2 for count, total, squares in self._sums if count)
+
+    def _check(self, frame: av.VideoFrame) -> None:
+        where = f"frame {self.num_frames}"
+        _require(not frame.is_corrupt, f"{where} is corrupt")
+        _require(
+            frame.pts is not None and frame.pts * self._time_base == Fraction(self.num_frames, FPS),
+            f"{where} must be shown at {self.num_frames}/{FPS} s, got {frame.pts} x {self._time_base} s",
+        )
+        _require_equal(f"size of {where}", f"{frame.width}x{frame.height}", self._size)
+        _require_equal(f"pixel format of {where}", frame.format.name, "yuv420p")
+        tags = (frame.color_range, frame.colorspace, frame.color_primaries, frame.color_trc)
+        wanted = (ColorRange.MPEG, Colorspace.ITU709, ColorPrimaries.BT709, ColorTrc.BT709)
+        for name, tag, want in zip(("range", "matrix", "primaries", "transfer"), tags, wanted, strict=True):
+            _require(tag == want, f"the colour {name} of {where} must be tagged {int(want)} (BT.709, tv), got {tag}")
+
+
+class _Sound:
+    """Checks decoded sound as it comes and adds up its power."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self._power = 0.0
+
+    def add(self, frames: list[av.AudioFrame]) -> None:
+        for frame in frames:
+            if self.num_samples == 0:
+                _require(frame.pts == 0, f"the first sound must be heard at 0, got {frame.pts} x {frame.time_base} s")
+            samples = frame.to_ndarray().astype(np.float64).ravel()
+            self.num_samples += frame.samples
+            self._power += float(samples @ samples)
+
+    def rms(self) -> float:
+        """Root mean square over both channels; 0 without any sound."""
+        rms = sqrt(self._power / (2 * self.num_samples)) if self.num_samples else 0.0
+        _require(isfinite(rms), "the sound holds samples that are not finite")
+        return rms
+
+
+def _duration(stream: av.VideoStream | av.AudioStream) -> Fraction:
+    """Length of the track in seconds; 0 if it says none."""
+    return (stream.duration or 0) * _time_base(stream)
+
+
+def _time_base(stream: av.VideoStream | av.AudioStream) -> Fraction:
+    assert stream.time_base is not None
+    return stream.time_base
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidClip(message)
+
+
+def _require_equal(what: str, value: object, expected: object) -> None:
+    _require(value == expected, f"the {what} must be {expected}, got {value}")
