@@ -93,7 +93,7 @@ def refuse_directory(checkpoint: Path) -> str | None:
     """Why `checkpoint` is not a directory with something in it, or None."""
     try:
         if not checkpoint.exists():
-            return f"{checkpoint}: no such directory"
+            return f"{checkpoint}: {'a link that leads nowhere' if checkpoint.is_symlink() else 'no such directory'}"
         if not checkpoint.is_dir():
             return f"{checkpoint}: not a directory"
         if not any(checkpoint.iterdir()):

@@ -71,7 +71,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     config_path = folder / "tokenizer_config.json"
     declared = _declared(read_json_object(config_path), config_path)
     missing = [token for token in declared if tokenizer.token_to_id(token) is None]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in missing])
+    added = [AddedToken(token, normalized=False) for token in missing]
+    tokenizer.add_special_tokens(added)  # pyright: ignore[reportUnknownMemberType]
     _check_tokens(tokenizer, path, config_path)
     return tokenizer
 
@@ -80,7 +81,7 @@ def _declared(config: dict[str, object], path: Path) -> list[str]:
     """Special tokens that the config adds, in the order in which they get their ids."""
     tokens: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        value = config.get(key) or []
+        value: object = config.get(key) or []
         if isinstance(value, dict):
             value = list(cast("dict[str, object]", value).values())
         if not isinstance(value, list):

@@ -16,6 +16,7 @@ from rushes_worker.checkpoint.configs import (
     VideoVaeConfig,
     VisionConfig,
 )
+from rushes_worker.checkpoint.inventory import CONTENT_FILE
 from rushes_worker.checkpoint.manifest import (
     Manifest,
     audio_vae_tensors,
@@ -28,7 +29,7 @@ from rushes_worker.checkpoint.shards import Shards, compare, scan_shards
 from rushes_worker.checkpoint.weights import FileWeights, WeightSource
 
 COMPONENTS = ("transformer", "text_encoder", "vae", "audio_vae")
-CONTENT_FILE = "checkpoint_content.json"
+
 MAX_LISTED = 40
 """Problems that one error message lists; the rest is counted."""
 
@@ -123,6 +124,8 @@ def examine(path: Path) -> Examination:
         return found
     found.contract, problems = read_contract(path)
     found.problems += problems
+    if found.contract is None and not any((path / name).is_dir() for name in COMPONENTS):
+        return found
     _check_index(path, found.problems)
     _read_configs(found)
     for name in COMPONENTS:
@@ -231,6 +234,6 @@ def _check_content(found: Examination) -> None:
         return
     if aggregate != declared:
         found.problems.append(
-            f"{path}: aggregate_sha256 is {aggregate!r}, expected {declared}, the contract's checkpoint_content_sha256: "
-            "contract and weights are of different exports"
+            f"{path}: aggregate_sha256 is {aggregate!r}, expected {declared}, the checkpoint_content_sha256 of the "
+            "contract: contract and weights are of different exports"
         )

@@ -208,10 +208,8 @@ def parse_video_vae(folder: Path, problems: list[str]) -> VideoVaeConfig | None:
         (config.spatial_padding_mode == "reflect",
          f"spatial_padding_mode is {config.spatial_padding_mode!r}, expected 'reflect'"),
     )  # fmt: skip
-    # a wrong number of factors has no manifest
-    return (
-        config if lists["spatial_downsample_factors"][0] == lists["temporal_downsample_factors"][0] == levels else None
-    )
+    mismatched = any(found != want for name, (found, want) in lists.items() if name.endswith("factors"))
+    return None if mismatched else config
 
 
 def parse_audio_vae(folder: Path, problems: list[str]) -> AudioVaeConfig | None:

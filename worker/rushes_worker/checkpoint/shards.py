@@ -88,7 +88,7 @@ def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {entry!r:.100}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where}: unknown dtype {dtype!r:.50}")
     if not isinstance(shape, list) or not all(is_integer(extent) and 0 <= extent < 1 << 48 for extent in shape):
         raise CheckpointError(f"{where}: shape {shape!r:.100} is not a list of sizes")

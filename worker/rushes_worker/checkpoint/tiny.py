@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 from rushes_core.contract import CONTRACT_FILE, PIPELINE_CLASS, SCHEMA_VERSION, TILE_SIZE
+from rushes_core.errors import CheckpointError
+from rushes_core.json_file import read_json_object
 from rushes_core.tokenizer import H3_TOKENS, QWEN_TOKENS, QWEN_WORD_TOKENS
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -28,7 +30,7 @@ from rushes_worker.checkpoint.configs import (
     VideoVaeConfig,
     VisionConfig,
 )
-from rushes_worker.checkpoint.directory import CONTENT_FILE
+from rushes_worker.checkpoint.inventory import CONTENT_FILE, aggregate
 from rushes_worker.checkpoint.manifest import (
     RESAMPLING_TAPS,
     Manifest,
@@ -42,6 +44,7 @@ from rushes_worker.checkpoint.manifest import (
 DIFFUSERS_VERSION = "0.36.0.dev0"
 DENOISING_STEPS = (999, 874, 749, 624, 500, 375, 250, 125)
 VIDEO_SHIFT, AUDIO_SHIFT = 10.0, 3.0
+_MODEL_PREFIX = "rushes/tiny-fasth3-8-step-"
 
 _QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -188,32 +191,48 @@ def _audio_vae_config() -> AudioVaeConfig:
 
 
 def write_tiny_checkpoint(path: Path, *, seed: int = 0, profile: str = "demo", force: bool = False) -> None:
-    """Write a complete checkpoint to the directory `path`, which appears only when it is whole.
+    """Write a complete checkpoint to the directory `path`; its contract appears last, when the rest is there.
 
     Args:
-        path: a directory that does not exist or is empty, unless `force`.
+        path: a directory that does not exist or is empty; with `force` also one that holds a tiny checkpoint.
         seed: seeds all weights; the same seed gives the same bytes on one torch release.
         profile: a key of `PROFILES`.
-        force: replace what `path` holds.
 
     Raises:
-        ValueError: `path` is a file or a directory with content, or there is no such profile.
+        ValueError: `path` is a file or has other content, or there is no such profile.
     """
     if profile not in PROFILES:
         raise ValueError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
-    if path.exists() and not path.is_dir():
+    if not path.is_dir() and (path.exists() or path.is_symlink()):
         raise ValueError(f"{path}: not a directory")
-    if path.is_dir() and any(path.iterdir()) and not force:
-        raise ValueError(f"{path}: not empty")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    if path.is_dir() and any(path.iterdir()):
+        if not force:
+            raise ValueError(f"{path}: not empty")
+        _clear(path)
+    path.mkdir(parents=True, exist_ok=True)
+    # inside `path`, which may be a mount of its own, so that moving up is a rename
+    partial = path / f".partial-{os.getpid()}"
     try:
         _write(partial, seed, PROFILES[profile], profile)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
+        for child in sorted(partial.iterdir(), key=lambda child: child.name == CONTRACT_FILE):
+            child.rename(path / child.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear(path: Path) -> None:
+    """Empty `path` if what it holds was written here; anything else, such as 148 GB of weights, is left alone."""
+    try:
+        model_id = read_json_object(path / CONTRACT_FILE).get("model_id")
+    except CheckpointError:
+        model_id = None
+    if not isinstance(model_id, str) or not model_id.startswith(_MODEL_PREFIX):
+        raise ValueError(f"{path}: holds something else than a tiny checkpoint; only such a one is replaced")
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
 
 
 def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
@@ -258,7 +277,7 @@ def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
 def _contract(name: str, profile: Profile, content_sha256: str) -> dict[str, object]:
     return {
         "schema_version": SCHEMA_VERSION,
-        "model_id": f"rushes/tiny-fasth3-8-step-{name}",
+        "model_id": f"{_MODEL_PREFIX}{name}",
         "task": "t2av",
         "attention_backend": "VIDEO_SPARSE_ATTN_H3",
         "vsa_kernel": "sm100a",
@@ -288,9 +307,8 @@ def _content(root: Path, paths: list[Path]) -> dict[str, object]:
         }
         for path in paths
     ]
-    lines = "".join(f"{file['sha256']}  {file['path']}\n" for file in files)
     return {
-        "aggregate_sha256": hashlib.sha256(lines.encode()).hexdigest(),
+        "aggregate_sha256": aggregate([(str(file["path"]), str(file["sha256"])) for file in files]),
         "file_count": len(files),
         "files": files,
     }
