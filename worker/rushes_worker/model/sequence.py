@@ -47,6 +47,17 @@ class Segment:
         return self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows of one modality inside a range of packed rows."""
+
+    modality: Modality
+    rows: slice
+    """Counted from the start of the range."""
+    source: slice
+    """Counted from the modality's first row."""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
     """Everything about one clip's sequence that is the same in every step and every block."""
@@ -127,6 +138,16 @@ class PackedSequence:
         """The packed rows of a modality."""
         segment = next(segment for segment in self.segments if segment.modality is modality)
         return slice(segment.start, segment.stop)
+
+    def runs(self, rows: slice) -> list[Run]:
+        """The packed rows `rows`, cut where the modality changes."""
+        runs = []
+        for segment in self.segments:
+            start, stop = max(segment.start, rows.start), min(segment.stop, rows.stop)
+            if start < stop:
+                source = slice(start - segment.start, stop - segment.start)
+                runs.append(Run(segment.modality, slice(start - rows.start, stop - rows.start), source))
+        return runs
 
 
 def patchify(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:

@@ -1,0 +1,45 @@
+"""The two layers that refiner and transformer blocks have in common.
+
+Shapes: S rows, C hidden channels, h heads of this rank, D head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from rushes_kernels.swiglu import swiglu
+from torch import Tensor
+
+from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.model.parameters import Parameters
+
+_FEED_FORWARD_ROWS = 16_384
+"""Rows that the feed-forward layer takes at a time: its inner activations are five times as wide as the residual."""
+
+
+class FeedForward:
+    def __init__(self, parameters: Parameters) -> None:
+        self._up = parameters.get("net.0.proj.weight")
+        self._down = parameters.get("net.2.weight")
+
+    def __call__(self, x_sC: Tensor) -> Tensor:
+        chunks = [F.linear(swiglu(F.linear(x, self._up)), self._down) for x in x_sC.split(_FEED_FORWARD_ROWS)]
+        return torch.cat(chunks)
+
+
+class Attention:
+    """Projections of some of the heads, with the norms of q and k; `to_out` takes all heads."""
+
+    def __init__(self, config: TransformerConfig, parameters: Parameters, heads: slice, names: tuple[str, ...]) -> None:
+        D = config.attention_head_dim
+        rows = slice(heads.start * D, heads.stop * D)
+        self._projections = torch.cat([parameters.get(f"{name}.weight", rows=rows) for name in names])
+        self._num_projections = len(names)
+        self._head_dim = D
+        self.norm_q = parameters.get("norm_q.weight")
+        self.norm_k = parameters.get("norm_k.weight")
+        self.to_out = parameters.get("to_out.0.weight")
+
+    def project(self, x_SC: Tensor) -> tuple[Tensor, ...]:
+        """One (S, h, D) per projection, in the order of their names."""
+        projected = F.linear(x_SC, self._projections)
+        return rearrange(projected, "s (p h d) -> p s h d", p=self._num_projections, d=self._head_dim).unbind(0)

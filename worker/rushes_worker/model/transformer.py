@@ -1,0 +1,147 @@
+"""The diffusion transformer: one stack of blocks over the packed sequence of text, audio and video rows.
+
+Attention is video sparse attention with a projected gate; modulation comes from tables by (step, modality). Rows are
+shared between the ranks of a replica and so are the heads: a rank normalises its own rows, gathers everybody's,
+projects and attends with its own heads over the whole sequence, and trades the result back for its own rows.
+
+Shapes: S packed rows (L text, 2A audio, N video), s this rank's; C hidden channels, H heads, h this rank's, D head
+dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rushes_kernels.norm import rms_norm_modulate
+from torch import Tensor
+
+from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.checkpoint.weights import WeightSource
+from rushes_worker.model.block import Block
+from rushes_worker.model.modulation import Modulation
+from rushes_worker.model.parameters import Parameters
+from rushes_worker.model.refiner import Refiner
+from rushes_worker.model.sequence import Modality, PackedSequence
+from rushes_worker.parallel import SequenceParallel
+from rushes_worker.pipeline.schedule import Schedule
+
+
+class Transformer:
+    """The transformer of one student, on one rank, for one schedule.
+
+    Args:
+        weights: tensors under their published names, the gate projections of all blocks included.
+        schedule: times whose modulation tables are computed here.
+        sparsity: share of video tiles that a video tile does not attend to.
+        dtype: of linear layers and activations; both input projections, the time embedding and both output heads are
+            fp32 whatever it is.
+
+    Raises:
+        ValueError: the ranks do not divide the heads.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        weights: WeightSource,
+        *,
+        schedule: Schedule,
+        sparsity: float,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        parallel: SequenceParallel,
+    ) -> None:
+        parameters = Parameters(weights, torch.device(device), dtype)
+        self._config = config
+        self._parallel = parallel
+        self._refiner = Refiner(config, parameters)
+        self._modulation = Modulation(config, parameters, schedule)
+        self._blocks = [
+            Block(config, parameters.under(f"transformer_blocks.{i}"), sparsity, parallel)
+            for i in range(config.num_layers)
+        ]
+        self._inputs = {
+            Modality.VIDEO: _Head.load(parameters.under("proj_in")),
+            Modality.AUDIO: _Head.load(parameters.under("audio_proj_in")),
+        }
+        self._outputs = {
+            Modality.VIDEO: _Head.load(parameters.under("proj_out")),
+            Modality.AUDIO: _Head.load(parameters.under("audio_proj_out")),
+        }
+        self._norm_out = parameters.get("norm_out.norm.weight")
+
+    def refine(self, text_embeds: Tensor) -> Tensor:
+        """Text rows of the packed sequence, from the text encoder's states; the same in every step.
+
+        Args:
+            text_embeds: (L, text_dim), any floating dtype.
+
+        Returns:
+            (L, C) in the compute dtype, whole on every rank.
+        """
+        return self._refiner(text_embeds)
+
+    def forward(
+        self, step: int, text_rows: Tensor, audio_rows: Tensor, video_rows: Tensor, sequence: PackedSequence
+    ) -> tuple[Tensor, Tensor]:
+        """Velocities of both modalities at step `step` of the schedule.
+
+        Args:
+            text_rows: (L, C) compute dtype, as `refine` returned them.
+            audio_rows: (2A, audio_in_channels) fp32.
+            video_rows: (N, patch features) fp32.
+
+        Returns:
+            Audio velocity (2A, audio_in_channels) and video velocity (N, patch features), fp32, whole on every rank.
+
+        Raises:
+            ValueError: a tensor has another number of rows than the sequence.
+        """
+        sources = {Modality.TEXT: text_rows, Modality.AUDIO: audio_rows, Modality.VIDEO: video_rows}
+        for segment in sequence.segments:
+            if len(sources[segment.modality]) != segment.num_rows:
+                raise ValueError(
+                    f"the sequence has {segment.num_rows} {segment.modality.name.lower()} rows, "
+                    f"got {len(sources[segment.modality])}"
+                )
+        own = self._parallel.own_rows(sequence.num_rows)
+        runs = sequence.runs(own)
+
+        x_sC = text_rows.new_empty(own.stop - own.start, self._config.hidden_size)
+        for run in runs:
+            rows = sources[run.modality][run.source]
+            head = self._inputs.get(run.modality)
+            x_sC[run.rows] = rows if head is None else head(rows).to(x_sC.dtype)
+
+        for layer, block in enumerate(self._blocks):
+            parts = [(run.rows, self._modulation.block(layer, step, run.modality)) for run in runs]
+            x_sC = block(x_sC, parts, sequence)
+
+        widths = {modality: head.weight.shape[0] for modality, head in self._outputs.items()}
+        velocity_sF = x_sC.new_zeros(len(x_sC), max(widths.values()), dtype=torch.float32)
+        for run in runs:
+            head = self._outputs.get(run.modality)
+            if head is not None:
+                shift, scale = self._modulation.out(step, run.modality)
+                y = rms_norm_modulate(x_sC[run.rows], self._norm_out, scale, shift, self._config.final_norm_eps)
+                velocity_sF[run.rows, : widths[run.modality]] = head(y.float())
+        velocity_SF = self._parallel.gather_rows(velocity_sF, sequence.num_rows)
+        audio, video = (
+            velocity_SF[sequence.rows_of(modality), : widths[modality]] for modality in (Modality.AUDIO, Modality.VIDEO)
+        )
+        return audio, video
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A small fp32 projection between latents and hidden channels."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def load(cls, parameters: Parameters) -> "_Head":
+        return cls(parameters.fp32("weight"), parameters.fp32("bias"))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight, self.bias)

@@ -1,0 +1,132 @@
+"""Sequence parallelism: the ranks of a replica share the rows of a sequence and swap rows for heads around attention.
+
+Rows are dealt in equal runs of r = ceil(S / size) packed rows; the last runs may be short or empty. Collectives pad a
+short run with zeros on the wire and cut the padding off again, so a model never sees a row that is not in the sequence.
+
+Shapes: S packed rows, s this rank's rows, r rows of a whole run; C columns; H heads, h = H / size this rank's heads,
+D head dimension.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class SequenceParallel:
+    """This rank's place among the ranks of a replica, and the collectives between them."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in 0..{size - 1}, got {rank}")
+        if size > 1 and group is None:
+            raise ValueError(f"{size} ranks need a process group")
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self._group = group
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> "SequenceParallel":
+        """One rank that holds everything; its collectives copy nothing."""
+        return cls(0, 1, None, device)
+
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, device: torch.device | str, *, init_method: str = "env://"
+    ) -> "SequenceParallel":
+        """Join the default process group, which is created unless this process already has it: NCCL on CUDA, else gloo.
+
+        Raises:
+            ValueError: the process group has another rank or size.
+        """
+        if size == 1:
+            return cls.single(device)
+        device = torch.device(device)
+        if not dist.is_initialized():
+            on_cuda = device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                init_method=init_method,
+                rank=rank,
+                world_size=size,
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=device if on_cuda else None,
+            )
+        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise ValueError(
+                f"this is to be rank {rank} of {size}, but the process group says rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}"
+            )
+        return cls(rank, size, dist.group.WORLD, device)
+
+    def own_rows(self, num_rows: int) -> slice:
+        """The run of a sequence of `num_rows` rows that this rank holds; it may be empty."""
+        run = -(-num_rows // self.size)
+        return slice(min(self.rank * run, num_rows), min((self.rank + 1) * run, num_rows))
+
+    def own_heads(self, num_heads: int) -> slice:
+        """The heads that this rank attends with.
+
+        Raises:
+            ValueError: the ranks do not divide the heads.
+        """
+        if num_heads % self.size:
+            raise ValueError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
+        share = num_heads // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def gather_rows(self, x_sC: Tensor, num_rows: int) -> Tensor:
+        """The whole (S, C) of which every rank holds the run (s, C)."""
+        if self.size == 1:
+            return x_sC
+        run = -(-num_rows // self.size)
+        padded_rC = F.pad(x_sC, (0, 0, 0, run - len(x_sC)))
+        whole = x_sC.new_empty(self.size * run, x_sC.shape[1])
+        dist.all_gather_into_tensor(whole, padded_rC, group=self._group)
+        return whole[:num_rows]
+
+    def heads_to_rows(self, x_ShD: Tensor) -> Tensor:
+        """Trade all rows of this rank's heads for all heads of this rank's rows: (S, h, D) to (s, H * D)."""
+        num_rows = len(x_ShD)
+        if self.size == 1:
+            return x_ShD.flatten(1)
+        run = -(-num_rows // self.size)
+        sent = F.pad(x_ShD.flatten(1), (0, 0, 0, self.size * run - num_rows))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        rows_rC = rearrange(received, "(n r) c -> r (n c)", n=self.size)
+        own = self.own_rows(num_rows)
+        return rows_rC[: own.stop - own.start]
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """`x` as rank `source` holds it; the other ranks pass a tensor of that shape, which is overwritten."""
+        if self.size > 1:
+            dist.broadcast(x, source, group=self._group)
+        return x
+
+    def pass_on(self, x: Tensor) -> Tensor:
+        """Give `x` to the next rank and return what the previous one gave; the last rank gives to the first."""
+        if self.size == 1:
+            return x
+        received = torch.empty_like(x)
+        sends = [
+            dist.P2POp(dist.isend, x.contiguous(), (self.rank + 1) % self.size, self._group),
+            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.size, self._group),
+        ]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+        return received
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on at least one rank; every rank gets the same answer."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags.item())
