@@ -3,26 +3,10 @@
 import unicodedata
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from rushes_core.errors import InvalidRequest
+from rushes_core.tokenizer import QWEN_TOKENS, load_tokenizer
 
-from rushes_core.errors import CheckpointError, InvalidRequest
-
-CONTROL_TOKENS: tuple[str, ...] = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+CONTROL_TOKENS = QWEN_TOKENS
 """Qwen's control tokens. Written in a prompt they would become role, end or picture marks of the text encoder."""
 
 MAX_PROMPT_CHARACTERS = 65_536
@@ -62,10 +46,7 @@ class PromptTokenizer:
     """The checkpoint's tokenizer, used as the model was trained: verbatim text, no special tokens added."""
 
     def __init__(self, tokenizer_json: Path) -> None:
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_json))
-        except Exception as error:  # tokenizers raises bare Exception for a missing or malformed file
-            raise CheckpointError(f"{tokenizer_json}: not a readable tokenizer: {error}") from error
+        self._tokenizer = load_tokenizer(tokenizer_json.parent)
         self._control_ids = {
             token_id for token in CONTROL_TOKENS if (token_id := self._tokenizer.token_to_id(token)) is not None
         }
