@@ -2,7 +2,7 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Scheduler
 from rushes_worker.pipeline.schedule import Grid, Schedule
-from support.oracle import RUNGS, tiny_contract
+from support.tiny_model import RUNGS, tiny_contract
 
 # sigma and time of the eight-step student, video shift 10 and audio shift 3 (FastH3 reference, fp32)
 VIDEO_SIGMAS = [0.999899910, 0.985788405, 0.967575249, 0.943168077, 0.909090909, 0.857142857, 0.769230769, 0.588235294]

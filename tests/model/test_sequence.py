@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3RotaryPosEmbed
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, patchify_video_latents
 from rushes_worker.model.sequence import Modality, PackedSequence, audio_latents, patchify, unpatchify
-from support.oracle import tiny_config
+from support.tiny_model import tiny_config
 
 
 def build(

@@ -12,7 +12,8 @@ from rushes_worker.model.sequence import Modality, PackedSequence
 from rushes_worker.model.transformer import Transformer
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.schedule import Schedule
-from support.oracle import Clip, diffusers_transformer, student_weights, tiny_config, tiny_contract
+from support.oracle import diffusers_inputs, diffusers_transformer, student_weights
+from support.tiny_model import Clip, tiny_config, tiny_contract
 from torch import Tensor
 
 # fp32 sums in another order, through a few layers of activations of order one
@@ -61,7 +62,7 @@ def run(
 
 
 def expect(oracle: torch.nn.Module, clip: Clip, step: int = 0) -> tuple[Tensor, Tensor]:
-    inputs = clip.diffusers_inputs(CONFIG, SCHEDULE.video.timesteps[step], SCHEDULE.audio.timesteps[step])
+    inputs = diffusers_inputs(clip, CONFIG, SCHEDULE.video.timesteps[step], SCHEDULE.audio.timesteps[step])
     video, audio = oracle(**inputs, return_dict=False)
     return audio[0], video[0]
 
@@ -121,7 +122,7 @@ class TestAgainstDiffusers:
             video = SCHEDULE.video.step(step, video, video_velocity)
 
             times = [scheduler.timesteps[step] for scheduler in schedulers]
-            inputs = clip.diffusers_inputs(CONFIG, *times)
+            inputs = diffusers_inputs(clip, CONFIG, *times)
             inputs |= {"hidden_states": expected_video[None], "audio_hidden_states": expected_audio[None]}
             velocities = oracle(**inputs, return_dict=False)
             expected_video = schedulers[0].step(velocities[0][0], times[0], expected_video, return_dict=False)[0]

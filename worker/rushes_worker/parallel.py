@@ -19,13 +19,18 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class SequenceParallel:
-    """This rank's place among the ranks of a replica, and the collectives between them."""
+    """This rank's place among the ranks of a replica, and the collectives between them.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    Args:
+        device: where the tensors of collectives lie.
+        group: None is the process's default group; a single rank needs none.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device | str, group: dist.ProcessGroup | None = None
+    ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, got {rank}")
-        if size > 1 and group is None:
-            raise ValueError(f"{size} ranks need a process group")
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
@@ -34,7 +39,7 @@ class SequenceParallel:
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "SequenceParallel":
         """One rank that holds everything; its collectives copy nothing."""
-        return cls(0, 1, None, device)
+        return cls(0, 1, device)
 
     @classmethod
     def connect(
@@ -63,7 +68,7 @@ class SequenceParallel:
                 f"this is to be rank {rank} of {size}, but the process group says rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}"
             )
-        return cls(rank, size, dist.group.WORLD, device)
+        return cls(rank, size, device)
 
     def own_rows(self, num_rows: int) -> slice:
         """The run of a sequence of `num_rows` rows that this rank holds; it may be empty."""

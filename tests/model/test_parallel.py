@@ -1,0 +1,74 @@
+import pytest
+import torch
+from rushes_worker.parallel import SequenceParallel
+from support.oracle import diffusers_transformer, student_weights
+from support.parallel import run_ranks
+from support.ranks import denoise, die_on_the_last_rank, exercise_collectives
+from support.tiny_model import Clip, tiny_config
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException
+
+# one-token, short and nearly-a-tile prompts, on grids whose last boxes are ragged and whose row counts are odd
+CLIPS = [Clip(1, 2, 6, 10, 14), Clip(7, 9, 5, 18, 10), Clip(63, 33, 9, 14, 6), Clip(2, 1, 1, 2, 2)]
+SPARSITY = 0.5
+STEPS = 3
+
+
+class TestShares:
+    @pytest.mark.parametrize("size", [1, 2, 3, 8])
+    @pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 38_711])
+    def test_rows_are_dealt_once_and_in_order(self, size: int, num_rows: int) -> None:
+        runs = [SequenceParallel(rank, size, "cpu").own_rows(num_rows) for rank in range(size)]
+        assert [row for run in runs for row in range(run.start, run.stop)] == list(range(num_rows))
+        assert max(run.stop - run.start for run in runs) == -(-num_rows // size)
+
+    def test_heads_are_dealt_evenly(self) -> None:
+        assert [SequenceParallel(rank, 4, "cpu").own_heads(56) for rank in (0, 3)] == [slice(0, 14), slice(42, 56)]
+
+    def test_ranks_must_divide_the_heads(self) -> None:
+        with pytest.raises(ValueError, match="56 attention heads cannot be split over 3 ranks"):
+            SequenceParallel(0, 3, "cpu").own_heads(56)
+
+    def test_rank_must_be_below_size(self) -> None:
+        with pytest.raises(ValueError, match=r"0\.\.1, got 2"):
+            SequenceParallel(2, 2, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", [7, 2])
+def test_collectives_of_three_ranks(num_rows: int) -> None:
+    for rank, seen in enumerate(run_ranks(exercise_collectives, 3, num_rows)):
+        assert torch.equal(seen["gathered"], seen["whole"])
+        assert torch.equal(seen["traded"], seen["expected_trade"])
+        assert seen["broadcast"].tolist() == [1.0] * 4
+        assert seen["passed_on"].tolist() == [(rank - 1) % 3] * 4
+        assert seen["any"] == [False, True]
+
+
+def test_a_dead_rank_ends_the_others_at_once() -> None:
+    with pytest.raises(ProcessException):
+        run_ranks(die_on_the_last_rank, 2)
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    return student_weights(diffusers_transformer(tiny_config()), gate_scale=0.2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_number_of_ranks_denoises_the_same_latents(weights: dict[str, Tensor], size: int) -> None:
+    with torch.inference_mode():
+        expected, all_read = denoise(SequenceParallel.single(), weights, CLIPS, SPARSITY, STEPS)
+    ranks = run_ranks(denoise, size, weights, CLIPS, SPARSITY, STEPS)
+    for latents, read in ranks:
+        for clip, mine, single in zip(CLIPS, latents, expected, strict=True):
+            for a, b in zip(mine, single, strict=True):
+                # summation order of products of other widths, fed back through the solver
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=0, msg=lambda text, clip=clip: f"{clip}: {text}")
+        for name, count in all_read.items():
+            is_sharded = "transformer_blocks" in name and name.endswith(
+                ("to_q.weight", "to_k.weight", "to_v.weight", "to_gate_compress.weight")
+            )
+            assert read[name] == (count // size if is_sharded else count), name
+    first, *others = (latents for latents, _ in ranks)
+    for latents in others:
+        assert all(torch.equal(a, b) for x, y in zip(first, latents, strict=True) for a, b in zip(x, y, strict=True))

@@ -1,0 +1,49 @@
+"""Ranks as real processes: one gloo group on this machine, gone when the call returns."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rushes_worker.parallel import SequenceParallel
+from torch import multiprocessing
+
+
+def run_ranks(body: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
+    """Call `body(parallel, *arguments)` in `size` fresh processes.
+
+    `body` lives in a module under tests/support, so that the processes can import it.
+
+    Returns:
+        What the ranks returned, by rank.
+
+    Raises:
+        Exception: a rank raised or died; the others are killed at once.
+        TimeoutError: the ranks did not end in time; all are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.spawn(_rank, (body, size, folder, arguments), nprocs=size, join=False)
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{size} ranks of {body.__name__} still run after {timeout_seconds} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
+
+
+def _rank(rank: int, body: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    parallel = SequenceParallel.connect(rank, size, "cpu", init_method=f"file://{folder}/rendezvous")
+    with torch.inference_mode():
+        result = body(parallel, *arguments)
+    torch.save(result, Path(folder, f"{rank}.pt"))
+    # a rank that leaves while another still talks to it would look like a failure
+    dist.barrier()
+    dist.destroy_process_group()
