@@ -215,9 +215,9 @@ def _check_tokenizer(found: Examination) -> None:
         return
     text = found.text_encoder_config
     if text is not None and size > text.vocab_size:
-        config = found.path / "text_encoder" / "config.json"
         found.problems.append(
-            f"{folder}: {size} tokens, more than text_config.vocab_size {text.vocab_size} of {config}"
+            f"{folder}: {size} tokens, more than the {text.vocab_size} of text_config.vocab_size in "
+            f"{found.path / 'text_encoder' / 'config.json'}"
         )
 
 

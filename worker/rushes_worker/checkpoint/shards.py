@@ -50,6 +50,8 @@ class Shards:
     problems: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     """Tensors that the index places in a file that is missing or unreadable, by name, with the file's name."""
+    partial: bool = False
+    """Whether files were unreadable of which no index says what they held."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -103,13 +105,12 @@ def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object)
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], available: int) -> None:
+    missing = max((end for _, end, _ in spans), default=0) - available
+    if missing > 0:
+        name = next(name for _, end, name in spans if end > available)
+        raise CheckpointError(f"{path}: cut short: {missing} bytes are missing, tensor {name!r} is not whole")
     position = 0
     for begin, end, name in spans:
-        if end > available:
-            missing = max(end for _, end, _ in spans) - available
-            raise CheckpointError(
-                f"{path}: cut short: tensor {name!r} lies beyond the end, {missing} bytes are missing"
-            )
         if begin != position:
             kind = "overlaps the tensor before it" if begin < position else f"leaves {begin - position} bytes unused"
             raise CheckpointError(f"{path}: tensor {name!r} at byte {begin} {kind}")
@@ -150,6 +151,7 @@ def scan_shards(folder: Path) -> Shards:
 def _apply_single(
     shards: Shards, folder: Path, files: Mapping[str, Path], headers: Mapping[str, Mapping[str, StoredTensor]]
 ) -> None:
+    shards.partial = not files or len(headers) < len(files)
     if not files:
         shards.problems.append(f"{folder}: no safetensors file")
     elif len(files) > 1 or any(map(_PART.fullmatch, files)):
@@ -199,9 +201,8 @@ def _apply_index(
                 f"{index.parent / name}: holds {_named(elsewhere)} a second time; {index.name} places it in {other}"
             )
         if extra - elsewhere:
-            shards.problems.append(
-                f"{index.parent / name}: holds {_named(extra - elsewhere)}, which {index.name} lacks"
-            )
+            unnamed = _named(extra - elsewhere)
+            shards.problems.append(f"{index.parent / name}: holds {unnamed}, which {index.name} does not name")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -234,7 +235,7 @@ def compare(folder: Path, shards: Shards, manifest: Manifest) -> list[str]:
     """What differs between the tensors of a component and those that its configuration asks for."""
     problems: list[str] = []
     missing = manifest.keys() - shards.tensors.keys() - shards.lost.keys()
-    if missing:
+    if missing and not shards.partial:
         gates = [name for name in missing if name.endswith(".to_gate_compress.weight")]
         hint = ": a student's sparse-attention gates" if len(gates) == len(missing) else ""
         problems.append(f"{folder}: missing tensors: {_named(missing)}{hint}")
