@@ -3,11 +3,17 @@
 from ulid import ULID
 
 VIDEO_PREFIX = "video_"
+REQUEST_PREFIX = "req_"
 
 
 def new_video_id() -> str:
     """A new job id, `video_` and 26 characters of Crockford base 32."""
     return f"{VIDEO_PREFIX}{ULID()}"
+
+
+def new_request_id() -> str:
+    """An id for a request that brought none."""
+    return f"{REQUEST_PREFIX}{ULID()}"
 
 
 def is_video_id(value: str) -> bool:

@@ -34,8 +34,8 @@ def check_prompt(prompt: str) -> None:
 
 
 def _is_visible(character: str) -> bool:
-    # Zs, Zl, Zp, Cc, Cf, Cn, Co and the blank letters that Unicode counts as Lo or So
-    return unicodedata.category(character)[0] not in "ZC" and character not in "\u115f\u1160\u3164\uffa0\u2800\u034f"
+    # separators, controls, marks with nothing to stand on, and the blanks that Unicode counts as Lo or So
+    return unicodedata.category(character)[0] not in "ZCM" and character not in "\u115f\u1160\u3164\uffa0\u2800\ufffc"
 
 
 def _refused(message: str, code: str = "invalid_value") -> InvalidRequest:
