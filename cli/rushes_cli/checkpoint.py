@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from rushes_worker.checkpoint.inventory import (
     write_inventory,
 )
 from rushes_worker.checkpoint.tiny import PROFILES, write_tiny_checkpoint
+
+Action = Callable[[argparse.Namespace], int]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,7 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     check.set_defaults(run=_reporting(_verify))
 
 
-def _reporting(action):  # type: ignore[no-untyped-def]
+def _reporting(action: Action) -> Action:
     """`action`, with what a user can cause told in one line instead of a traceback."""
 
     def run(arguments: argparse.Namespace) -> int:

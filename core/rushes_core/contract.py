@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 from rushes_core.errors import CheckpointError
 from rushes_core.json_file import read_json_object
@@ -154,21 +154,21 @@ class _Fields:
         if not is_integer(value):
             self.fault(name, "an integer")
             return None
-        return cast("int", value)
+        return value
 
     def number(self, name: str) -> float | None:
         value = self.get(name)
         if not is_number(value):
             self.fault(name, "a number")
             return None
-        return float(cast("float", value))
+        return float(value)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

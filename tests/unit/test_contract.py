@@ -112,7 +112,7 @@ def test_bad_field_is_refused_by_name(tmp_path: Path, field: str, value: Any, ex
 
 
 def test_reference_student_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="model_type is 'ref2va'.*references"):
+    with pytest.raises(CheckpointError, match=r"model_type is 'ref2va'.*references"):
         load_contract(write(tmp_path, task=..., model_type="ref2va"))
 
 

@@ -129,12 +129,12 @@ def _convert(value: object, kind: Any, name: str) -> tuple[object, str | None]:
     if kind is int:
         least = 0 if name in _MAY_BE_ZERO else 1
         most = _MAX_LAYERS if "layers" in name or name == "depth" else _MAX_INTEGER
-        within = is_integer(value) and least <= value <= most  # type: ignore[operator]
+        within = is_integer(value) and least <= value <= most
         return value, None if within else f"an integer in {least}..{most}"
     assert kind is float, kind
     if not is_number(value):
         return None, "a number"
-    number = float(value)  # type: ignore[arg-type]
+    number = float(value)
     return number, None if number > 0 or name in _ANY_SIGN else "a number above 0"
 
 
