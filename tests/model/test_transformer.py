@@ -90,7 +90,7 @@ class TestAgainstDiffusers:
         parameters = Parameters(InMemoryWeights(student_weights(oracle)), torch.device("cpu"), torch.float32)
         modulation = Modulation(CONFIG, parameters, SCHEDULE)
         parallel = SequenceParallel.single()
-        block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), 0.0, parallel)
+        block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel)
         runs = sequence.runs(slice(0, sequence.num_rows))
         parts = [(run.rows, modulation.block(layer, step, run.modality)) for run in runs]
         torch.testing.assert_close(block(states, parts, sequence), expected, **TOLERANCE)

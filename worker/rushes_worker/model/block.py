@@ -23,14 +23,18 @@ class Block:
     """Gated sparse attention, then a feed-forward layer, each modulated by the vectors of a row's modality."""
 
     def __init__(
-        self, config: TransformerConfig, parameters: Parameters, sparsity: float, parallel: SequenceParallel
+        self,
+        config: TransformerConfig,
+        parameters: Parameters,
+        heads: slice,
+        sparsity: float,
+        parallel: SequenceParallel,
     ) -> None:
         self._config = config
         self._sparsity = sparsity
         self._parallel = parallel
         self._norm1 = parameters.get("norm1.weight")
         self._norm2 = parameters.get("norm2.weight")
-        heads = parallel.own_heads(config.num_attention_heads)
         names = ("to_q", "to_k", "to_v", "to_gate_compress")
         self._attention = Attention(config, parameters.under("attn"), heads, names)
         self._feed_forward = FeedForward(parameters.under("ff"))

@@ -51,13 +51,14 @@ class Transformer:
         dtype: torch.dtype,
         parallel: SequenceParallel,
     ) -> None:
+        heads = parallel.own_heads(config.num_attention_heads)
         parameters = Parameters(weights, torch.device(device), dtype)
         self._config = config
         self._parallel = parallel
         self._refiner = Refiner(config, parameters)
         self._modulation = Modulation(config, parameters, schedule)
         self._blocks = [
-            Block(config, parameters.under(f"transformer_blocks.{i}"), sparsity, parallel)
+            Block(config, parameters.under(f"transformer_blocks.{i}"), heads, sparsity, parallel)
             for i in range(config.num_layers)
         ]
         self._inputs = {

@@ -1,0 +1,85 @@
+"""Rendering with the real pipeline: a reporter that keeps what it is told, and ranks that render."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rushes_worker.parallel import SequenceParallel
+from rushes_worker.pipeline.base import Cancelled, RenderRequest
+from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+
+
+@dataclass
+class RecordingReporter:
+    """Remembers what a pipeline reports; stops it at boundary `cancel_at`, counted from 0."""
+
+    cancel_at: int | None = None
+    phases: list[tuple[str, int]] = field(default_factory=list)
+    boundaries: int = 0
+    units: dict[int, np.ndarray] = field(default_factory=dict)
+    samples: np.ndarray | None = None
+
+    def progress(self, phase: str, completed_steps: int = 0) -> None:
+        self.phases.append((phase, completed_steps))
+
+    def checkpoint(self) -> None:
+        if self.boundaries == self.cancel_at:
+            raise Cancelled
+        self.boundaries += 1
+
+    def frames(self, unit: int, frames: np.ndarray) -> None:
+        assert unit not in self.units
+        self.units[unit] = frames
+
+    def audio(self, samples: np.ndarray) -> None:
+        assert self.samples is None
+        self.samples = samples
+
+    @property
+    def clip(self) -> np.ndarray:
+        """All frames in order, uint8 [F, H, W, 3]."""
+        return np.concatenate([self.units[unit] for unit in sorted(self.units)])
+
+
+def request(
+    *,
+    prompt: str = "a robot dancing in the rain",
+    seed: int = 42,
+    width: int = 64,
+    height: int = 96,
+    num_frames: int = 107,
+) -> RenderRequest:
+    return RenderRequest("job", 1, prompt, seed, width, height, num_frames)
+
+
+def render_on_rank(
+    parallel: SequenceParallel, checkpoint: Path, requests: Sequence[RenderRequest]
+) -> list[RecordingReporter]:
+    """What one rank of a group reports of each request."""
+    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device="cpu")
+    reporters = []
+    for one in requests:
+        reporter = RecordingReporter()
+        pipeline.render(one, reporter)
+        reporters.append(reporter)
+    return reporters
+
+
+def fail_on_rank(parallel: SequenceParallel, checkpoint: Path, broken_rank: int) -> list[str]:
+    """Spoil the video VAE of one rank, then its audio VAE; returns the errors that this rank saw."""
+    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device="cpu")
+    errors = []
+    for name in ("_video_vae", "_audio_vae"):
+        decoder = getattr(pipeline, name)
+        mean = None if decoder is None else decoder._mean.clone()
+        if decoder is not None and parallel.rank == broken_rank:
+            decoder._mean.fill_(float("nan"))
+        reporter = RecordingReporter()
+        try:
+            pipeline.render(request(), reporter)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        if decoder is not None:
+            decoder._mean.copy_(mean)
+    return errors

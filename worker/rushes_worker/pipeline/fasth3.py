@@ -1,0 +1,256 @@
+"""The pipeline of a FastH3 student on one rank: prompt in, uint8 frames and a soundtrack out.
+
+All ranks of a replica run the same code. They share the transformer's rows and heads; rank 0 encodes the prompt, the
+temporal units of the video VAE are dealt round-robin, and the last rank decodes the sound. A fault that one rank finds
+in its own output is agreed on before it is raised, so that no rank is left waiting for another.
+
+Shapes: L text tokens, A audio latents per channel, T latent frames of Hl x Wl latents, C latent channels, H x W pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from rushes_core.clip import Clip
+from rushes_core.errors import InvalidOutput, InvalidRequest
+from rushes_core.prompt import PromptTokenizer
+from torch import Tensor
+
+from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.checkpoint.directory import open_checkpoint
+from rushes_worker.model.audio_vae import AudioVaeDecoder
+from rushes_worker.model.sequence import PackedSequence, audio_latents, patchify, unpatchify
+from rushes_worker.model.text_encoder import TextEncoder
+from rushes_worker.model.transformer import Transformer
+from rushes_worker.model.video_units import cross_fade, to_uint8
+from rushes_worker.model.video_vae import VideoVaeDecoder
+from rushes_worker.parallel import SequenceParallel
+from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.denoise import denoise
+from rushes_worker.pipeline.noise import initial_noise
+from rushes_worker.pipeline.schedule import Schedule
+
+MAX_PROMPT_TOKENS = 16_384
+"""What a rank accepts whatever the API's own limit is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Compute dtypes by component; norms, softmax, residual sums and everything near the latents are fp32 anyway."""
+
+    transformer: torch.dtype
+    text_encoder: torch.dtype
+    video_vae: torch.dtype
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        if device.type == "cuda":
+            return cls(torch.bfloat16, torch.bfloat16, torch.float16)
+        return cls(torch.float32, torch.float32, torch.float32)
+
+
+class FastH3Pipeline:
+    """A loaded student on one rank; implements `Pipeline`."""
+
+    def __init__(
+        self, checkpoint: Path, *, rank: int = 0, sp: int = 1, device: str = "cpu", options: Sequence[str] = ()
+    ) -> None:
+        """Check the checkpoint, join the other ranks and load this rank's part of every component.
+
+        Raises:
+            CheckpointError: the directory cannot be served.
+            ValueError: `sp` does not divide the transformer's heads, or an option is unknown.
+        """
+        if options:
+            raise ValueError(f"this pipeline takes no options, got {', '.join(options)}")
+        opened = open_checkpoint(checkpoint)
+        self._config = opened.transformer_config
+        self._parallel = SequenceParallel.connect(rank, sp, device)
+        self._device = self._parallel.device
+        precision = Precision.of(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            # the fp32 projections of latents would lose what the reference keeps
+            torch.set_float32_matmul_precision("highest")
+
+        self._tokenizer = PromptTokenizer(opened.tokenizer_path / "tokenizer.json")
+        self._schedule = Schedule.from_contract(opened.contract)
+        self._transformer = Transformer(
+            opened.transformer_config,
+            opened.weights("transformer"),
+            schedule=self._schedule,
+            sparsity=opened.contract.vsa_sparsity,
+            device=self._device,
+            dtype=precision.transformer,
+            parallel=self._parallel,
+        )
+        self._text_dtype = precision.text_encoder
+        self._text_encoder = None
+        if self._is_first:
+            self._text_encoder = TextEncoder(
+                opened.text_encoder_config,
+                opened.weights("text_encoder"),
+                device=self._device,
+                dtype=precision.text_encoder,
+            )
+        self._video_vae = VideoVaeDecoder(
+            opened.video_vae_config, opened.weights("vae"), device=self._device, dtype=precision.video_vae
+        )
+        self._audio_vae = None
+        if self._is_last:
+            self._audio_vae = AudioVaeDecoder(opened.audio_vae_config, opened.weights("audio_vae"), device=self._device)
+
+    @torch.inference_mode()
+    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+        """Render one clip.
+
+        Raises:
+            Cancelled: as the reporter raised it at a boundary.
+            InvalidRequest: the prompt, the size or the length cannot be rendered; on all ranks.
+            InvalidOutput: latents, frames or samples are not finite; on all ranks.
+        """
+        shape = _ClipShape.plan(request, self._config, self._video_vae.config.spatial_compression)
+        token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
+
+        self._progress(reporter, "encoding")
+        text_rows = self._transformer.refine(self._encode(token_ids))
+        reporter.checkpoint()
+
+        self._progress(reporter, "denoising")
+        audio_rows, video_rows = self._denoise(request.seed, text_rows, shape, reporter)
+
+        self._progress(reporter, "decoding")
+        latents_CTHW = unpatchify(
+            video_rows,
+            self._config.patch_size,
+            latent_frames=shape.clip.num_latent_frames,
+            latent_height=shape.latent_height,
+            latent_width=shape.latent_width,
+        )
+        self._decode_video(latents_CTHW, reporter)
+        self._decode_audio(audio_rows, shape.clip, reporter)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._parallel.rank == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self._parallel.rank == self._parallel.size - 1
+
+    def _progress(self, reporter: Reporter, phase: str, completed_steps: int = 0) -> None:
+        if self._is_first:
+            reporter.progress(phase, completed_steps)
+
+    def _encode(self, token_ids: list[int]) -> Tensor:
+        """(L, text_dim) states of the text encoder, on every rank."""
+        states = torch.empty(len(token_ids), self._config.text_dim, dtype=self._text_dtype, device=self._device)
+        if self._text_encoder is not None:
+            states = self._text_encoder.encode(torch.tensor(token_ids))
+        return self._parallel.broadcast(states, 0)
+
+    def _denoise(self, seed: int, text_rows: Tensor, shape: "_ClipShape", reporter: Reporter) -> tuple[Tensor, Tensor]:
+        video_noise, audio_noise = initial_noise(
+            seed,
+            latent_channels=self._config.in_channels,
+            latent_frames=shape.clip.num_latent_frames,
+            latent_height=shape.latent_height,
+            latent_width=shape.latent_width,
+            audio_latent_channels=self._config.audio_in_channels,
+            audio_latents=shape.clip.num_audio_latents,
+        )
+        sequence = PackedSequence.build(
+            self._config,
+            text_length=len(text_rows),
+            audio_latents=shape.clip.num_audio_latents,
+            latent_frames=shape.clip.num_latent_frames,
+            latent_height=shape.latent_height,
+            latent_width=shape.latent_width,
+            device=self._device,
+        )
+
+        def after_step(completed_steps: int) -> None:
+            self._progress(reporter, "denoising", completed_steps)
+            reporter.checkpoint()
+
+        audio_rows, video_rows = denoise(
+            self._transformer,
+            self._schedule,
+            text_rows,
+            audio_noise.to(self._device),
+            patchify(video_noise.to(self._device), self._config.patch_size),
+            sequence,
+            after_step,
+        )
+        if not (audio_rows.isfinite().all() and video_rows.isfinite().all()):
+            raise InvalidOutput("the denoised latents are not finite", stage="denoising")
+        return audio_rows, video_rows
+
+    def _decode_video(self, latents_CTHW: Tensor, reporter: Reporter) -> None:
+        """Decode this rank's units. A unit's first frames fade in over the tail of the unit before, which the rank
+        before decodes in the same round; rank 0 gets it one round earlier from the last rank."""
+        units = self._video_vae.units
+        num_units = units.num_units(latents_CTHW.shape[1])
+        height, width = (extent * self._video_vae.config.spatial_compression for extent in latents_CTHW.shape[2:])
+        no_tail = torch.zeros(3, units.tail_frames, height, width, device=self._device)
+        carried_tail = no_tail
+        for first in range(0, num_units, self._parallel.size):
+            unit = first + self._parallel.rank
+            body, tail, is_finite = None, no_tail, True
+            if unit < num_units:
+                frames = self._video_vae.decode_unit(latents_CTHW[:, units.latent_frames(unit)])
+                body, tail = units.split(frames)
+                is_finite = bool(frames.isfinite().all())
+            if self._parallel.any(not is_finite):
+                raise InvalidOutput("decoded frames are not finite", stage="decoding")
+            passed_tail = self._parallel.pass_on(tail)
+            if body is not None:
+                if unit > 0:
+                    body = cross_fade(carried_tail if self._is_first else passed_tail, body)
+                if unit == num_units - 1:
+                    body = torch.cat([body, tail], dim=1)
+                reporter.frames(unit, to_uint8(body).cpu().numpy())
+            carried_tail = passed_tail
+            reporter.checkpoint()
+
+    def _decode_audio(self, audio_rows: Tensor, clip: Clip, reporter: Reporter) -> None:
+        samples = None
+        if self._audio_vae is not None:
+            samples = self._audio_vae.decode(audio_latents(audio_rows))
+            # the decoder makes whole latents' worth of samples; the soundtrack lasts as long as the picture
+            samples = F.pad(samples, (0, clip.num_audio_samples - samples.shape[1]))
+        if self._parallel.any(samples is not None and not bool(samples.isfinite().all())):
+            raise InvalidOutput("decoded samples are not finite", stage="decoding")
+        if samples is not None:
+            reporter.audio(samples.cpu().numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class _ClipShape:
+    clip: Clip
+    latent_height: int
+    latent_width: int
+
+    @classmethod
+    def plan(cls, request: RenderRequest, config: TransformerConfig, compression: int) -> Self:
+        """The latents of a request.
+
+        Raises:
+            InvalidRequest: the clip's length or its size cannot be rendered.
+        """
+        try:
+            clip = Clip(request.num_frames)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="seconds") from error
+        for name, pixels, patch in (
+            ("height", request.height, config.patch_size[1]),
+            ("width", request.width, config.patch_size[2]),
+        ):
+            if pixels < 1 or pixels % (compression * patch):
+                raise InvalidRequest(
+                    f"{name}={pixels} is not a positive multiple of {compression * patch}", param="size"
+                )
+        return cls(clip, request.height // compression, request.width // compression)
