@@ -1,0 +1,48 @@
+"""Who is calling: one bearer key for now, and the project that it belongs to."""
+
+import hmac
+import re
+from hashlib import sha256
+
+from rushes_core.settings import Settings
+
+from rushes_api.errors import Unauthorized
+
+DEFAULT_PROJECT = "default"
+
+_KEY = re.compile(r"[\x21-\x7e]{1,512}", re.ASCII)
+
+
+class ApiKeys:
+    """The keys that are accepted, as digests."""
+
+    def __init__(self, settings: Settings) -> None:
+        """
+        Raises:
+            ValueError: there is no key, or it holds characters that a header cannot carry.
+        """
+        key = settings.api_key.get_secret_value()
+        if not key:
+            raise ValueError("RUSHES_API_KEY is not set: the API does not start without a key")
+        if not _KEY.fullmatch(key):
+            raise ValueError("RUSHES_API_KEY must be 1 to 512 visible ASCII characters without spaces")
+        self._digest = _digest(key)
+
+    def project(self, authorization: list[str]) -> str:
+        """The project of the caller who sent these Authorization headers.
+
+        Raises:
+            Unauthorized: no key was sent, or not one of ours.
+        """
+        if len(authorization) != 1:
+            raise Unauthorized("an API key is required: send one header `Authorization: Bearer <key>`")
+        scheme, _, key = authorization[0].strip().partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthorized("the Authorization header must be `Bearer <key>`")
+        if not hmac.compare_digest(_digest(key.strip()), self._digest):
+            raise Unauthorized("the API key is not valid")
+        return DEFAULT_PROJECT
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,190 @@
+"""Request bodies: JSON and both kinds of form, through one strict door, to one plain dict."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+from fastapi import Request
+from rushes_core.request import printable, shown
+from starlette.requests import ClientDisconnect
+
+from rushes_api.errors import ApiError, BodyTooLarge, UnsupportedMedia
+from rushes_api.form import InvalidForm, Value, assemble, parse_multipart, parse_urlencoded, split_header
+
+MAX_DEPTH = 16
+MAX_MEMBERS = 256
+MAX_NUMBER_CHARACTERS = 64
+
+JSON = "application/json"
+MULTIPART = "multipart/form-data"
+URLENCODED = "application/x-www-form-urlencoded"
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """The whole body. One that says that it is too large is refused unread, one that turns out so as soon as it does.
+
+    Raises:
+        BodyTooLarge, ApiError
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(max_bytes, f"{declared[:20]} bytes")
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes, "more")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ApiError("the request body ended early", code="invalid_body") from error
+    return b"".join(chunks)
+
+
+def parse_body(body: bytes, *, content_types: list[str], content_encoding: str = "") -> dict[str, Any]:
+    """The members of an object that came as JSON or as a form.
+
+    Args:
+        content_types: the values of the request's Content-Type headers, of which there must be one.
+
+    Raises:
+        UnsupportedMedia: the type or encoding is not understood.
+        ApiError: the body is not what its type says, or holds something twice.
+    """
+    if content_encoding.lower() not in ("", "identity"):
+        raise UnsupportedMedia(f"Content-Encoding {shown(content_encoding)} is not supported; send the body as it is")
+    if len(content_types) != 1:
+        what = "missing" if not content_types else "given more than once"
+        raise UnsupportedMedia(f"Content-Type is {what}; supported: {JSON}, {MULTIPART}, {URLENCODED}")
+    media_type, parameters = split_header(content_types[0])
+    if media_type not in (JSON, MULTIPART, URLENCODED):
+        raise UnsupportedMedia(
+            f"Content-Type {shown(media_type)} is not supported; supported: {JSON}, {MULTIPART}, {URLENCODED}"
+        )
+    charset = parameters.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMedia(f"charset {shown(charset)} is not supported; send UTF-8")
+    if not body:
+        raise _invalid("the request body is empty")
+    if media_type == JSON:
+        return parse_json_object(_decoded(body))
+    if body.lstrip()[:1] == b"{":
+        raise UnsupportedMedia(f"the body looks like JSON, but Content-Type is {media_type}; send {JSON}")
+    items: Sequence[tuple[str, Value]]
+    try:
+        if media_type == MULTIPART:
+            items = parse_multipart(body, boundary=parameters.get("boundary", ""), max_parts=MAX_MEMBERS)
+        else:
+            items = parse_urlencoded(_decoded(body), max_fields=MAX_MEMBERS)
+        return assemble(items, parse_json=parse_json, max_depth=MAX_DEPTH)
+    except InvalidForm as error:
+        raise ApiError(str(error), param=error.param, code=error.code) from error
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """The JSON object in `text`, as `parse_json` reads it."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise _invalid(f"the request body must be a JSON object, got {_json_type(value)}")
+    members = cast("dict[str, Any]", value)
+    if len(members) > MAX_MEMBERS:
+        raise _invalid(f"the request body has {len(members)} members, more than the {MAX_MEMBERS} that are read")
+    return members
+
+
+def parse_json(text: str) -> Any:
+    """The JSON value in `text`: no duplicate keys, no NaN or Infinity, bounded numbers and nesting.
+
+    Raises:
+        ApiError: it is not such a value.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_number,
+        )
+    except RecursionError as error:
+        raise _too_deep() from error
+    except json.JSONDecodeError as error:
+        raise _invalid(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from error
+    _check_depth(value)
+    return value
+
+
+def _decoded(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid(
+            f"the request body is not valid UTF-8: byte 0x{body[error.start]:02x} at {error.start}"
+        ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ApiError(f"duplicate key: {printable(name)}", param=printable(name), code="duplicate_parameter")
+            seen.add(name)
+    return members
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _invalid(f"{name} is not a JSON number")
+
+
+def _integer(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    _check_digits(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise _invalid(f"{text} is too large a number")
+    return value
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        raise _invalid(f"a number of {len(text)} characters is longer than the {MAX_NUMBER_CHARACTERS} that are read")
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += cast("dict[str, Any]", item).values()
+            elif isinstance(item, list):
+                inner += cast("list[Any]", item)
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return _invalid(f"the request body is nested more than {MAX_DEPTH} levels deep")
+
+
+def _too_large(max_bytes: int, got: str) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body may have at most {max_bytes} bytes, got {got}")
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(message, code="invalid_body")
+
+
+def _json_type(value: object) -> str:
+    names: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

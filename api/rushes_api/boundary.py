@@ -1,0 +1,156 @@
+"""The outermost layer of a request: its id, CORS, the last resort for errors, and a bound on how long it may hang."""
+
+import asyncio
+import re
+from collections.abc import Iterable
+
+from rushes_core.ids import new_request_id
+from rushes_core.log import get_logger
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from rushes_api.errors import ApiError, Unavailable, internal_error, render, to_api_error
+
+log = get_logger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+_EXPOSED = (
+    "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Retry-After, "
+    "openai-poll-after-ms, x-request-id, x-should-retry"
+)
+_ALLOWED_HEADERS = "Authorization, Content-Type, Idempotency-Key, If-None-Match, If-Range, Range, X-Request-Id"
+_ALLOWED_METHODS = "GET, HEAD, POST, PATCH, DELETE, OPTIONS"
+_HEADER_LIST = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}", re.ASCII)
+
+
+class Boundary:
+    """ASGI middleware around everything else: whatever happens inside, the client gets an answer with its headers."""
+
+    def __init__(self, app: ASGIApp, *, cors_origins: Iterable[str], answer_within_seconds: float) -> None:
+        self.app = app
+        self._origins = frozenset(cors_origins)
+        self._answer_within = answer_within_seconds
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        scope["request_id"] = request_id
+        with bound_contextvars(request_id=request_id):
+            exchange = _Exchange(scope, send, {"x-request-id": request_id, **self._cors(headers)})
+            if _is_preflight(scope, headers) and self._allowed(headers):
+                await exchange.answer(_preflight(headers))
+            else:
+                await self._run(scope, receive, exchange)
+
+    async def _run(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        # a task of its own: a driver that waits for a frozen server may not react even to cancellation
+        task = asyncio.create_task(self._guarded(scope, receive, exchange))
+        try:
+            await asyncio.wait({task}, timeout=self._answer_within)
+            if exchange.started or task.done():
+                await task
+                return
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        log.warning("request_abandoned", method=scope["method"], seconds=self._answer_within)
+        exchange.closed_to_app = True
+        task.cancel()
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        await exchange.refuse(Unavailable("The service did not answer in time. Try again later.", code="timeout"))
+
+    async def _guarded(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
+        try:
+            await self.app(scope, receive, exchange.send_from_app)
+        except Exception as error:
+            if exchange.closed_to_app:
+                return
+            answer = to_api_error(error)
+            if answer is None:
+                log.error("request_crashed", method=scope["method"], exc_info=error)
+                answer = internal_error()
+            if exchange.started:
+                # the head is sent: only a cut connection tells the client that the body is not whole
+                raise
+            await exchange.refuse(answer)
+
+    def _allowed(self, headers: Headers) -> bool:
+        return "*" in self._origins or headers.get("origin", "") in self._origins
+
+    def _cors(self, headers: Headers) -> dict[str, str]:
+        if not self._origins:
+            return {}
+        if "origin" not in headers or not self._allowed(headers):
+            return {"Vary": "Origin"}
+        origin = "*" if "*" in self._origins else headers["origin"]
+        return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": _EXPOSED, "Vary": "Origin"}
+
+
+class _Exchange:
+    """One response on its way out."""
+
+    def __init__(self, scope: Scope, send: Send, headers: dict[str, str]) -> None:
+        self.started = False
+        self.closed_to_app = False
+        self._scope = scope
+        self._send = send
+        self._headers = headers
+
+    async def send_from_app(self, message: Message) -> None:
+        if not self.closed_to_app:
+            await self._forward(message)
+
+    async def _forward(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            out = MutableHeaders(scope=message)
+            for name, value in self._headers.items():
+                if name == "Vary":
+                    out.add_vary_header(value)
+                else:
+                    out[name] = value
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        headers = Headers(scope=self._scope)
+        await self.answer(
+            render(
+                error,
+                request_id=self._scope["request_id"],
+                path=ascii(self._scope["path"])[1:-1],
+                accept=headers.get("accept", ""),
+            )
+        )
+
+    async def answer(self, response: Response) -> None:
+        await response(self._scope, _never, self._forward)
+
+
+async def _never() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+
+
+def _preflight(headers: Headers) -> Response:
+    wanted = headers.get("access-control-request-headers", "")
+    return Response(
+        status_code=204,
+        headers={
+            "Access-Control-Allow-Methods": _ALLOWED_METHODS,
+            # SDKs in a browser send headers of their own; none of them grants anything
+            "Access-Control-Allow-Headers": wanted if _HEADER_LIST.fullmatch(wanted) else _ALLOWED_HEADERS,
+            "Access-Control-Max-Age": "600",
+            "Vary": "Access-Control-Request-Headers, Access-Control-Request-Method",
+        },
+    )

@@ -1,0 +1,95 @@
+"""What endpoints ask for: the session, the caller's project, the job in the path, the served model, the store."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Annotated, TypedDict, cast
+
+from anyio import CapacityLimiter
+from fastapi import Depends, Request
+from rushes_core import jobs
+from rushes_core.errors import JobNotFound
+from rushes_core.ids import is_video_id
+from rushes_core.models import Job
+from rushes_core.request import printable
+from rushes_core.served_model import ServedModel
+from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from rushes_api.auth import ApiKeys
+from rushes_api.errors import ApiError
+from rushes_api.readiness import Readiness
+
+
+class State(TypedDict):
+    """What the lifespan makes and every request sees."""
+
+    settings: Settings
+    keys: ApiKeys
+    model: ServedModel
+    model_created: int
+    sessions: async_sessionmaker[AsyncSession]
+    store: ObjectStore
+    store_limiter: CapacityLimiter
+    """Threads that may wait for the store: a frozen one must not take those that other requests need."""
+    readiness: Readiness
+
+
+def _state(request: Request) -> State:
+    return cast("State", request.scope["state"])
+
+
+async def _session(request: Request) -> AsyncGenerator[AsyncSession]:
+    async with _state(request)["sessions"].begin() as session:  # commits on success, rolls back on error
+        yield session
+
+
+def _project(request: Request) -> str:
+    return _state(request)["keys"].project(request.headers.getlist("authorization"))
+
+
+AppState = Annotated[State, Depends(_state)]
+# scope="function": commit before the response leaves, not after it (FastAPI's default).
+Session = Annotated[AsyncSession, Depends(_session, scope="function")]
+CurrentProject = Annotated[str, Depends(_project)]
+
+
+async def find_job(video_id: str, *, project: str, session: AsyncSession) -> Job:
+    """The job of this project with this id.
+
+    Raises:
+        JobNotFound
+    """
+    found = None
+    if is_video_id(video_id):
+        found = (await session.execute(jobs.get(video_id, project=project))).scalar_one_or_none()
+    if found is None:
+        raise no_such_video(video_id)
+    return found
+
+
+async def _job(video_id: str, project: CurrentProject, session: Session) -> Job:
+    return await find_job(video_id, project=project, session=session)
+
+
+CurrentJob = Annotated[Job, Depends(_job, scope="function")]
+
+
+def no_such_video(video_id: str) -> JobNotFound:
+    return JobNotFound(f"no video with id {printable(video_id)}")
+
+
+def query(*names: str) -> Callable[[Request], Mapping[str, str]]:
+    """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones."""
+
+    def parameters(request: Request) -> Mapping[str, str]:
+        values: dict[str, str] = {}
+        for name, value in request.query_params.multi_items():
+            shown_name = printable(name)
+            if name not in names:
+                raise ApiError(f"unknown query parameter: {shown_name}", param=shown_name, code="unknown_parameter")
+            if name in values:
+                raise ApiError(f"{shown_name} is given twice", param=shown_name, code="duplicate_parameter")
+            values[name] = value
+        return values
+
+    return parameters

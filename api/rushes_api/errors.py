@@ -1,0 +1,260 @@
+"""Every error as the client sees it: OpenAI's envelope, and RFC 9457 beside it for those who ask.
+
+ApiError                        status, code, message and headers of one answer
+├── Unauthorized           401
+├── UnsupportedMedia       415
+├── BodyTooLarge           413
+├── NotReady               409  the clip does not exist yet
+├── GenerationFailed       409  the clip will never exist
+├── RangeNotSatisfiable    416
+└── Unavailable            503  a server behind the API cannot be reached, or schema and code do not match
+"""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
+from rushes_core.errors import InvalidRequest, JobNotFound, RushesError, StorageError, TransitionRefused
+from rushes_core.log import get_logger
+from rushes_core.request import InvalidFields, ModelNotFound, printable
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+log = get_logger(__name__)
+
+RETRY_AFTER_SECONDS = 5
+PROBLEM_JSON = "application/problem+json"
+MAX_DETAILS = 20
+
+
+class ApiError(RushesError):
+    """An answer that is an error."""
+
+    status = HTTPStatus.BAD_REQUEST
+    code = "invalid_value"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: HTTPStatus | None = None,
+        details: list[dict[str, Any]] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or type(self).code
+        self.status = status or type(self).status
+        self.details = details
+        self.headers = dict(headers or {})
+
+
+class Unauthorized(ApiError):
+    status = HTTPStatus.UNAUTHORIZED
+    code = "invalid_api_key"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"WWW-Authenticate": 'Bearer realm="rushes"'})
+
+
+class UnsupportedMedia(ApiError):
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+    code = "unsupported_media_type"
+
+
+class BodyTooLarge(ApiError):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    code = "file_too_large"
+
+
+class NotReady(ApiError):
+    status = HTTPStatus.CONFLICT
+    code = "video_not_ready"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message, headers={"Retry-After": str(retry_after), "x-should-retry": "false"})
+
+
+class GenerationFailed(ApiError):
+    status = HTTPStatus.CONFLICT
+    code = "generation_failed"
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message, code=code, headers={"x-should-retry": "false"})
+
+
+class RangeNotSatisfiable(ApiError):
+    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    code = "invalid_range"
+
+    def __init__(self, message: str, *, num_bytes: int) -> None:
+        super().__init__(message, param="Range", headers={"Content-Range": f"bytes */{num_bytes}"})
+
+
+class Unavailable(ApiError):
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    code = "service_unavailable"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(
+            message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS), "x-should-retry": "true"}
+        )
+
+
+def to_api_error(error: Exception) -> ApiError | None:
+    """The answer that `error` stands for; None for what nobody raised on purpose."""
+    match error:
+        case ApiError():
+            return error
+        case ModelNotFound():
+            return ApiError(str(error), param=error.param, code=error.code, status=HTTPStatus.NOT_FOUND)
+        case InvalidFields():
+            return ApiError(str(error), param=error.param, code=error.code, details=error.details[:MAX_DETAILS])
+        case InvalidRequest():
+            return ApiError(str(error), param=error.param, code=error.code)
+        case JobNotFound():
+            return ApiError(str(error), code=error.code, status=HTTPStatus.NOT_FOUND)
+        case TransitionRefused():
+            return ApiError(
+                str(error), code=error.code, status=HTTPStatus.CONFLICT, headers={"x-should-retry": "false"}
+            )
+        case StorageError():
+            return Unavailable("The object store did not answer. Try again later.", code="storage_unavailable")
+        case ProgrammingError() if isinstance(error.orig, (UndefinedTable, UndefinedColumn, UndefinedFunction)):
+            return Unavailable("The database schema is not up to date. Try again later.", code="maintenance")
+        case OperationalError() | InterfaceError() | PoolTimeout():
+            return _database_unavailable()
+        case DBAPIError() if error.connection_invalidated:
+            return _database_unavailable()
+        case RequestValidationError():
+            return _invalid_parameters(error)
+        case _:
+            return None
+
+
+def _database_unavailable() -> Unavailable:
+    return Unavailable("The database did not answer. Try again later.", code="database_unavailable")
+
+
+def _invalid_parameters(error: RequestValidationError) -> ApiError:
+    found = [{"loc": [str(part) for part in detail["loc"]], "msg": str(detail["msg"])} for detail in error.errors()]
+    first = found[0]
+    param = printable(first["loc"][-1])
+    return ApiError(f"{param}: {first['msg']}", param=param, details=found[:MAX_DETAILS])
+
+
+def render(error: ApiError, *, request_id: str, path: str, accept: str) -> Response:
+    """The response for `error`. Its body is ASCII whatever the message holds."""
+    status = HTTPStatus(error.status)
+    envelope = {
+        "message": str(error),
+        "type": _error_type(status),
+        "param": error.param,
+        "code": error.code,
+        "details": error.details or [],
+        "request_id": request_id,
+    }
+    body: dict[str, Any] = {"error": envelope}
+    media_type = "application/json"
+    if _wants_problem(accept):
+        media_type = PROBLEM_JSON
+        body = {
+            "type": "about:blank",
+            "title": status.phrase,
+            "status": status.value,
+            "detail": str(error),
+            "instance": path,
+            "code": error.code,
+            "param": error.param,
+            "request_id": request_id,
+            **body,
+        }
+    return Response(json.dumps(body), status.value, headers=error.headers, media_type=media_type)
+
+
+def _error_type(status: HTTPStatus) -> str:
+    if status is HTTPStatus.UNAUTHORIZED:
+        return "authentication_error"
+    if status is HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+
+
+def _wants_problem(accept: str) -> bool:
+    for item in accept.lower().split(","):
+        media_type, *parameters = (part.strip() for part in item.split(";"))
+        if media_type == PROBLEM_JSON:
+            return not any(p.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000") for p in parameters)
+    return False
+
+
+def respond(request: Request, error: ApiError) -> Response:
+    """`render` for the request at hand."""
+    return render(
+        error,
+        request_id=request.scope.get("request_id", ""),
+        path=ascii(request.url.path)[1:-1],
+        accept=request.headers.get("accept", ""),
+    )
+
+
+def internal_error() -> ApiError:
+    """The answer to a fault of ours; what happened is in the log, under the request's id."""
+    return ApiError(
+        "The server had an error while processing the request.",
+        code="internal_error",
+        status=HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every known error of `app` through `respond`. Unknown ones are left to the outermost boundary."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        answer = to_api_error(error)
+        if answer is None:
+            raise error
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.warning("request_refused", code=answer.code, error=str(error).splitlines()[0])
+        return respond(request, answer)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return respond(request, _routing_error(request, error))
+
+    for kind in (RushesError, DBAPIError, PoolTimeout, RequestValidationError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(HTTPException, http_error)
+
+
+def _routing_error(request: Request, error: HTTPException) -> ApiError:
+    where = f"{printable(request.method)} {printable(request.url.path)}"
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return ApiError(f"unknown route: {where}", code="unknown_url", status=HTTPStatus.NOT_FOUND)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = _allowed_methods(request)
+        headers["Allow"] = ", ".join(allowed)
+        message = f"{where} is not supported; allowed: {', '.join(allowed)}"
+        return ApiError(message, code="method_not_allowed", status=HTTPStatus.METHOD_NOT_ALLOWED, headers=headers)
+    return ApiError(
+        printable(str(error.detail)), code="invalid_request", status=HTTPStatus(error.status_code), headers=headers
+    )
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """The methods that some route has for the request's path."""
+    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+    return [m for m in methods if _is_routed({**request.scope, "method": m}, request.app)]
+
+
+def _is_routed(scope: dict[str, Any], app: FastAPI) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -1,0 +1,85 @@
+"""Whether this process can serve, and if not, why."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from alembic.script import ScriptDirectory
+from rushes_core import jobs
+from rushes_core.database import alembic_config
+from rushes_core.errors import StorageError
+from rushes_core.models import Replica
+from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore
+from sqlalchemy import select, text
+from sqlalchemy.exc import DBAPIError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+CHECK_SECONDS = 4.0
+"""How long a check may take before its server counts as down."""
+
+OK = "ok"
+
+
+class Readiness:
+    """The checks behind `/readyz`. Each runs at most once at a time, however often it is asked for."""
+
+    def __init__(
+        self, settings: Settings, *, model: str, sessions: async_sessionmaker[AsyncSession], store: ObjectStore
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._sessions = sessions
+        self._store = store
+        scripts = ScriptDirectory.from_config(alembic_config(settings.database_url))
+        self._head = scripts.get_current_head()
+        self._known = {script.revision for script in scripts.walk_revisions()}
+        self._running: dict[str, asyncio.Task[dict[str, str]]] = {}
+
+    async def check(self) -> dict[str, str]:
+        """`ok`, or what is wrong, for each of `database`, `migrations`, `storage` and `workers`."""
+        database, storage = await asyncio.gather(
+            self._once("database", self._check_database), self._once("storage", self._check_storage)
+        )
+        return {**database, **storage}
+
+    async def _once(self, name: str, check: Callable[[], Coroutine[Any, Any, dict[str, str]]]) -> dict[str, str]:
+        task = self._running.get(name)
+        if task is None or task.done():
+            task = self._running[name] = asyncio.create_task(check())
+        # not cancelled when it is late: a driver that waits for a frozen server would not notice
+        done, _ = await asyncio.wait({task}, timeout=CHECK_SECONDS)
+        return task.result() if done else {name: f"did not answer within {CHECK_SECONDS:g} seconds"}
+
+    async def _check_storage(self) -> dict[str, str]:
+        try:
+            await asyncio.to_thread(self._store.check)
+        except StorageError:
+            return {"storage": f"bucket {self._store.bucket} cannot be reached"}
+        return {"storage": OK}
+
+    async def _check_database(self) -> dict[str, str]:
+        try:
+            async with self._sessions() as session:
+                return {"database": OK, **await self._check_schema(session)}
+        except (DBAPIError, PoolTimeout, OSError):
+            return {"database": "cannot be reached"}
+
+    async def _check_schema(self, session: AsyncSession) -> dict[str, str]:
+        try:
+            found = (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one_or_none()
+        except ProgrammingError:
+            found = None
+        if found != self._head and (found is None or found in self._known):
+            # a revision that is not known here belongs to a newer release, whose schema serves this one too
+            return {"migrations": f"schema is at revision {found or 'none'}, expected {self._head}: run the migrations"}
+        return {"migrations": OK, **await self._check_workers(session)}
+
+    async def _check_workers(self, session: AsyncSession) -> dict[str, str]:
+        live = jobs.live_replicas(seen_within_seconds=self._settings.lease_seconds).subquery()
+        ready = select(Replica.id).where(
+            Replica.id.in_(select(live.c.id)), Replica.model == self._model, Replica.state.in_(("ready", "busy"))
+        )
+        found = (await session.execute(ready.limit(1))).scalar_one_or_none()
+        return {"workers": OK if found else f"no replica is ready for model {self._model}"}

@@ -1,0 +1,210 @@
+"""The Video object: OpenAI's members exactly, and beside them what this service can say truthfully."""
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from rushes_core.canvas import Canvas
+from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
+from rushes_core.models import Job
+from rushes_core.request import PRIORITIES
+from rushes_core.served_model import ServedModel
+from rushes_core.states import JobState
+
+CONTENT_TYPE = "video/mp4"
+MIN_POLL_MS = 1_000
+MAX_POLL_MS = 10_000
+
+_PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
+
+
+class VideoError(BaseModel):
+    """Why a job ended without a clip."""
+
+    code: str
+    message: str
+
+
+class ProgressDetail(BaseModel):
+    """Denoise steps of the current or last attempt."""
+
+    completed_steps: int
+    total_steps: int | None
+
+
+class Queue(BaseModel):
+    """Where a waiting job stands. Lists leave the numbers out."""
+
+    position: int | None
+    ahead: int | None
+    reason: Literal["retrying"] | None
+
+
+class Timing(BaseModel):
+    """Seconds that the job waited and that its last attempt ran, once they are known."""
+
+    queued_s: float | None
+    run_s: float | None
+    phases: dict[str, float]
+
+
+class Output(BaseModel):
+    """The clip: what it will be, and once it is stored also its size and checksum."""
+
+    num_frames: int
+    duration_seconds: float
+    fps: int
+    has_audio: bool
+    audio_sample_rate: int
+    bytes: int | None
+    sha256: str | None
+    content_type: str
+    content_url: str
+
+
+class Video(BaseModel):
+    """One job. The members up to `error` are OpenAI's, the others are additions."""
+
+    id: str
+    object: Literal["video"]
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None
+    status: Status
+    progress: int
+    model: str
+    prompt: str
+    seconds: str
+    size: str
+    remixed_from_video_id: str | None
+    error: VideoError | None
+
+    size_requested: str | None
+    phase: str | None
+    seed: int
+    metadata: dict[str, str]
+    priority: str
+    progress_detail: ProgressDetail
+    queue: Queue
+    timing: Timing
+    attempt: int
+    max_attempts: int
+    cancel_requested_at: int | None
+    output: Output
+
+
+def video_of(job: Job, model: ServedModel, *, num_ahead: int | None = None) -> Video:
+    """How `job` looks to its client. `num_ahead`: jobs before it in the queue, where somebody counted them."""
+    state = job.state
+    is_queued = state is JobState.QUEUED
+    request = job.request
+    requested = request.get("size_requested")
+    return Video(
+        id=job.id,
+        object="video",
+        created_at=_unix(job.created_at),
+        completed_at=_unix(job.finished_at) if state is JobState.COMPLETED and job.finished_at else None,
+        expires_at=None,
+        status=_STATUS[state],
+        progress=job.progress,
+        model=job.model,
+        prompt=job.prompt,
+        seconds=str(request.get("seconds", "")),
+        size=f"{job.width}x{job.height}",
+        remixed_from_video_id=None,
+        error=_error_of(job) if state.is_final else None,
+        size_requested=None if requested is None else str(requested),
+        phase=job.phase if state is JobState.RUNNING else None,
+        seed=job.seed,
+        metadata=_metadata_of(request),
+        priority=_PRIORITY_NAMES.get(job.priority, str(job.priority)),
+        progress_detail=ProgressDetail(
+            completed_steps=job.completed_steps,
+            total_steps=model.contract.num_forwards if job.model == model.name else None,
+        ),
+        queue=Queue(
+            position=None if num_ahead is None or not is_queued else num_ahead + 1,
+            ahead=num_ahead if is_queued else None,
+            reason="retrying" if is_queued and job.error is not None else None,
+        ),
+        timing=_timing_of(job, state),
+        attempt=job.attempt,
+        max_attempts=job.max_attempts,
+        cancel_requested_at=None if job.cancel_requested_at is None else _unix(job.cancel_requested_at),
+        output=_output_of(job),
+    )
+
+
+def poll_after_ms(job: Job, num_ahead: int | None) -> int | None:
+    """When it is worth asking again, in whole milliseconds; None when nothing will change."""
+    if job.state.is_final:
+        return None
+    return min(MAX_POLL_MS, MIN_POLL_MS * (1 + (num_ahead or 0)))
+
+
+_STATUS: dict[JobState, Status] = {
+    JobState.QUEUED: "queued",
+    JobState.CLAIMED: "in_progress",
+    JobState.RUNNING: "in_progress",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "cancelled",
+    JobState.EXPIRED: "expired",
+}
+
+
+def _unix(time: datetime) -> int:
+    return int(time.timestamp())
+
+
+def _error_of(job: Job) -> VideoError | None:
+    if job.error is None:
+        return None
+    return VideoError(code=str(job.error.get("code", "generation_failed")), message=str(job.error.get("message", "")))
+
+
+def _metadata_of(request: dict[str, Any]) -> dict[str, str]:
+    metadata: dict[str, Any] = request.get("metadata") or {}
+    return {str(key): str(value) for key, value in metadata.items()}
+
+
+def _timing_of(job: Job, state: JobState) -> Timing:
+    started, finished = job.started_at, job.finished_at
+    waits_again = state in (JobState.QUEUED, JobState.CLAIMED)
+    return Timing(
+        queued_s=None if started is None or waits_again else _seconds(job.created_at, started),
+        run_s=None if started is None or finished is None else _seconds(started, finished),
+        phases={str(name): float(seconds) for name, seconds in job.timings.items()},
+    )
+
+
+def _seconds(start: datetime, end: datetime) -> float:
+    return round(max(0.0, (end - start).total_seconds()), 3)
+
+
+def _output_of(job: Job) -> Output:
+    result = job.result or {}
+    return Output(
+        num_frames=job.num_frames,
+        duration_seconds=round(Clip(job.num_frames).duration_seconds, 3),
+        fps=FPS,
+        has_audio=True,
+        audio_sample_rate=AUDIO_SAMPLE_RATE,
+        bytes=result.get("bytes"),
+        sha256=result.get("sha256"),
+        content_type=CONTENT_TYPE,
+        content_url=f"/v1/videos/{job.id}/content",
+    )
+
+
+def canvas_members(canvas: Canvas) -> dict[str, Any]:
+    """A canvas as `/v1/capabilities` lists it."""
+    return {
+        "size": canvas.size,
+        "width": canvas.width,
+        "height": canvas.height,
+        "aspect_ratio": canvas.aspect_ratio,
+        "short_edge": canvas.short_edge,
+    }
