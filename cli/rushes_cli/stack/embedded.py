@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rushes_cli.signals import deferred
 from rushes_cli.stack.errors import StackError
 from rushes_cli.stack.postgres import Postgres
 from rushes_cli.stack.process import Child, spawn, stop_all
@@ -74,6 +75,26 @@ class EmbeddedStack:
         self._state.remember_child(child)
         return child
 
+    def run(self, name: str, command: Sequence[str | Path], *, env: dict[str, str], cwd: Path) -> None:
+        """Run a command to its end beside the servers.
+
+        Raises:
+            StackError: it failed; holds the last lines of its log.
+        """
+        child = spawn(name, command, log=self.logs / f"{name}.log", cwd=cwd, env=env)
+        try:
+            status = child.popen.wait()
+        finally:
+            child.ask_to_stop()
+            child.wait_stopped(5)
+        if status != 0:
+            raise child.failure(f"ended with status {status}")
+
+    def list_bucket(self) -> list[tuple[str, int]]:
+        """Key and size of every object in the bucket, as the store lists them."""
+        store = next(server for server in self._servers if isinstance(server, SeaweedFS))
+        return store.list_bucket()
+
     def check_running(self) -> None:
         """Raises StackError when a server or a part has ended on its own, with the last lines of its log."""
         for server in self._servers:
@@ -84,16 +105,17 @@ class EmbeddedStack:
 
     def stop(self) -> None:
         """Stop the parts, then the servers, and let go of the directory. Harmless when nothing runs."""
-        try:
-            stop_all(self._parts)
-            stop_all(server.child for server in self._servers if server.child)
-            for server in self._servers:
-                server.clean_up()
-            if self._servers:
-                self._state.forget_children()
-        finally:
-            self._parts, self._servers = [], []
-            self._state.release()
+        with deferred():
+            try:
+                stop_all(self._parts)
+                stop_all(server.child for server in self._servers if server.child)
+                for server in self._servers:
+                    server.clean_up()
+                if self._servers:
+                    self._state.forget_children()
+            finally:
+                self._parts, self._servers = [], []
+                self._state.release()
 
     def __enter__(self) -> Self:
         self.start()

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import make_conninfo
 
 from rushes_cli.stack.errors import StackError
 from rushes_cli.stack.ports import free_port
@@ -90,9 +91,7 @@ class Postgres(Server):
 
     def _conninfo(self, database: str) -> str:
         password = self.secrets.postgres_password
-        return psycopg.conninfo.make_conninfo(
-            host="127.0.0.1", port=self.port, user=ROLE, password=password, dbname=database
-        )
+        return make_conninfo(host="127.0.0.1", port=self.port, user=ROLE, password=password, dbname=database)
 
     def _initialise(self) -> None:
         """Make a data directory; one that an interrupted start left half made is thrown away."""

@@ -74,6 +74,11 @@ class SeaweedFS(Server):
             return False
         return True
 
+    def list_bucket(self) -> list[tuple[str, int]]:
+        """Key and size of every object in the bucket."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        return [(item["Key"], item["Size"]) for page in pages for item in page.get("Contents", ())]
+
     def settings_env(self) -> dict[str, str]:
         return {
             "RUSHES_S3_ENDPOINT_URL": self._endpoint_url,
@@ -89,9 +94,9 @@ class SeaweedFS(Server):
 
     @cached_property
     def _boto3(self) -> Any:
-        import boto3
+        from boto3.session import Session
 
-        return boto3.session.Session()
+        return Session()
 
     @property
     def _client(self) -> Any:

@@ -1,0 +1,152 @@
+"""All of Rushes on one machine: the embedded stack, an API, a dispatcher and a worker."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+from rushes_core.contract import CONTRACT_FILE
+
+from rushes_cli.stack import EmbeddedStack, StackError
+from rushes_cli.stack.ports import is_free
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What to run beside the servers.
+
+    `checkpoint` None means the tiny one with random weights, which is written into the state directory once.
+    """
+
+    port: int
+    layout: str = "r1s1"
+    device: str = "auto"
+    checkpoint: Path | None = None
+
+
+class LocalRushes:
+    """Runs between `start` and `stop`; also a context manager."""
+
+    def __init__(self, state_dir: Path, parts: Parts) -> None:
+        self.stack = EmbeddedStack(state_dir)
+        self._parts = parts
+        self._env: dict[str, str] = {}
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{HOST}:{self._parts.port}"
+
+    @property
+    def api_key(self) -> str:
+        return self.stack.secrets.api_key
+
+    @property
+    def bucket(self) -> str:
+        return self._env["RUSHES_S3_BUCKET"]
+
+    @property
+    def checkpoint(self) -> Path:
+        return (self._parts.checkpoint or self.stack.state_dir / "checkpoint").absolute()
+
+    def start(self, say: Callable[[str], None]) -> None:
+        """Start everything and return without waiting for the worker; `say` is told of each stage.
+
+        Raises:
+            StackError: a part could not be started; nothing is left running.
+        """
+        began = time.monotonic()
+        self.stack.start()
+        say(f"Postgres, Valkey and SeaweedFS run on {self.stack.state_dir} ({time.monotonic() - began:.1f} s)")
+        try:
+            if self._parts.checkpoint is None and not (self.checkpoint / CONTRACT_FILE).exists():
+                self._run("checkpoint", "tiny", str(self.checkpoint), "--force")
+                say(f"tiny checkpoint with random weights written to {self.checkpoint}")
+            self._env = self._environment()
+            self._run("migrate")
+            self._start("api", "--host", HOST, "--port", str(self._parts.port))
+            self._start("dispatcher")
+            self._start("worker", "--layout", self._parts.layout, "--device", self._parts.device)
+        except BaseException:
+            self.stack.stop()
+            raise
+
+    def wait_until_ready(self, say: Callable[[str], None], *, timeout_seconds: float) -> None:
+        """Return when a job sent now would be rendered; `say` is told every 10 seconds what is missing.
+
+        Raises:
+            StackError: a part ended, or time is up.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        next_word = time.monotonic() + 10
+        with httpx.Client(base_url=self.base_url, trust_env=False, timeout=10) as client:
+            while (reason := _not_ready(client)) is not None:
+                self.stack.check_running()
+                if time.monotonic() > deadline:
+                    raise StackError(f"not ready after {timeout_seconds:g} s: {reason}; see {self.stack.logs}")
+                if time.monotonic() > next_word:
+                    say(f"waiting: {reason}")
+                    next_word += 10
+                time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.stack.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def _environment(self) -> dict[str, str]:
+        """This process's environment, pointed at the stack. What an operator set for a worker's tuning stays."""
+        no_proxy = [HOST, "localhost", *filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")])]
+        defaults = {"OMP_WAIT_POLICY": "PASSIVE", "RUSHES_SHUTDOWN_GRACE_SECONDS": "5"}
+        proxies = {name: ",".join(no_proxy) for name in ("NO_PROXY", "no_proxy")}
+        places = {
+            "RUSHES_S3_PUBLIC_ENDPOINT_URL": "",
+            "RUSHES_S3_ADDRESSING_STYLE": "path",
+            "RUSHES_API_ORIGIN": self.base_url,
+            "RUSHES_API_KEY": self.api_key,
+            "RUSHES_CHECKPOINT": str(self.checkpoint),
+        }
+        return defaults | dict(os.environ) | proxies | places | self.stack.settings_env
+
+    def _start(self, command: str, *arguments: str) -> None:
+        self.stack.spawn(command, _rushes(command, *arguments), env=self._env, cwd=self.stack.state_dir)
+
+    def _run(self, command: str, *arguments: str) -> None:
+        """Run a command of this program to its end."""
+        self.stack.run(
+            command, _rushes(command, *arguments), env=self._env or dict(os.environ), cwd=self.stack.state_dir
+        )
+
+
+def check_port_is_free(port: int) -> None:
+    """Raises StackError when somebody listens there."""
+    if not is_free(port):
+        raise StackError(f"port {port} of {HOST} is taken; give another with --port")
+
+
+def _rushes(*arguments: str) -> list[str]:
+    # -P: the working directory is not a place to import from
+    return [sys.executable, "-P", "-m", "rushes_cli", *arguments]
+
+
+def _not_ready(client: httpx.Client) -> str | None:
+    try:
+        answer = client.get("/readyz")
+    except httpx.TransportError:
+        return "the API does not answer yet"
+    if answer.status_code == 200:
+        return None
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the API answers {answer.status_code}"

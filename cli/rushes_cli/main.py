@@ -1,0 +1,182 @@
+"""The command `rushes`: every process of the system, and two commands that run all of them on one machine."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rushes_core.errors import RushesError
+
+# a subcommand's own modules are imported when it runs: `rushes --version` needs neither torch nor a database driver
+if TYPE_CHECKING:
+    from rushes_core.settings import Settings
+
+DEFAULT_PORT = 8000
+
+
+class UsageError(Exception):
+    """What the operator gave is wrong: one line, exit status 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 done, 1 failed, 2 wrong usage or settings."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(words).parse_args(words)
+    try:
+        return arguments.run(arguments)
+    except UsageError as error:
+        return _complain(arguments, str(error), 2)
+    except (RushesError, ValueError) as error:
+        return _complain(arguments, str(error), 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(arguments, f"{where}{error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def load_settings() -> "Settings":
+    """The settings of the environment.
+
+    Raises:
+        UsageError: names every variable that is missing or wrong.
+    """
+    from pydantic import ValidationError
+    from rushes_core.settings import get_settings
+
+    try:
+        return get_settings()
+    except ValidationError as error:
+        raise UsageError(f"settings: {'; '.join(_problem(detail) for detail in error.errors())}") from None
+
+
+def _problem(detail: object) -> str:
+    assert isinstance(detail, dict)
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if not detail["loc"]:
+        return message
+    variable = f"RUSHES_{str(detail['loc'][0]).upper()}"
+    return f"{variable} is missing" if detail["type"] == "missing" else f"{variable}: {message}"
+
+
+def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:
+    print(f"rushes {arguments.command}: {message}", file=sys.stderr)
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rushes", description="An asynchronous render queue for FastH3.")
+    parser.add_argument("--version", action="version", version=f"rushes {version('rushes')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="run everything on this machine until Ctrl-C")
+    up.add_argument("--state", type=Path, default=Path(".state"), metavar="DIR", help="default: .state")
+    up.add_argument("--port", type=_port, help=f"port of the API (default: {DEFAULT_PORT}, or a free one)")
+    up.add_argument("--layout", default="r1s1", help="replicas and GPUs of each, as r1s1 (the default) or r2s4")
+    up.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    up.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a tiny one with random weights")
+    up.set_defaults(run=_run("rushes_cli.up"))
+
+    demo = commands.add_parser("demo", help="render one clip with a tiny random checkpoint, and stop")
+    demo.add_argument("--prompt", default="Waves roll against a lighthouse at dusk while a gull calls")
+    demo.add_argument("--seconds", default="5", help="4 to 15 (default 5)")
+    demo.add_argument("--size", default="832x480", help="a served canvas (default 832x480)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
+    demo.add_argument("--state", type=Path, default=Path(".state/demo"), metavar="DIR", help="default: .state/demo")
+    demo.add_argument("--layout", default="r1s1", help="default: r1s1")
+    demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: cpu")
+    demo.set_defaults(run=_run("rushes_cli.demo"))
+
+    api = commands.add_parser("api", help="run the HTTP API")
+    api.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    api.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}")
+    api.set_defaults(run=_api)
+
+    worker = commands.add_parser("worker", help="run a worker: replicas of the model on this machine's devices")
+    worker.add_argument("--layout", default="r1s1", help="replicas and GPUs of each (default r1s1)")
+    worker.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    worker.set_defaults(run=_worker)
+
+    commands.add_parser("dispatcher", help="wake workers and sweep lost leases").set_defaults(run=_dispatcher)
+    commands.add_parser("migrate", help="bring the database's schema to this release").set_defaults(run=_migrate)
+
+    if words[:1] == ["checkpoint"]:
+        from rushes_cli import checkpoint
+
+        checkpoint.add_parser(commands)
+    else:
+        commands.add_parser("checkpoint", help="make, inspect and verify checkpoint directories")
+    return parser
+
+
+def _run(module: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        from importlib import import_module
+
+        return import_module(module).run(arguments)
+
+    return run
+
+
+def _api(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+
+    import uvicorn
+    from rushes_api.app import create_app
+    from rushes_core.log import configure_logging
+    from rushes_core.served_model import ServedModel
+
+    configure_logging(settings.log_level, json=settings.log_json)
+    # what is wrong with it is one line here and a traceback in the server's start
+    ServedModel.load(settings)
+    try:
+        app = create_app(settings)
+    except ValueError as error:
+        raise UsageError(f"settings: {error}") from None
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_config=None, timeout_graceful_shutdown=10)
+    return 0
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+    # two busy processes on few cores otherwise spin against each other in OpenMP's barriers
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from rushes_core.log import configure_logging
+    from rushes_worker import launcher
+
+    configure_logging(settings.log_level, json=settings.log_json)
+    return launcher.run(settings, layout=arguments.layout, device=arguments.device)
+
+
+def _dispatcher(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+
+    from rushes_core import dispatcher
+    from rushes_core.log import configure_logging
+
+    configure_logging(settings.log_level, json=settings.log_json)
+    return dispatcher.run(settings)
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    from rushes_core.database import migrate
+
+    migrate(load_settings())
+    print("rushes migrate: the schema is at this release")
+    return 0
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65_535:
+        raise argparse.ArgumentTypeError(f"port must be in 1..65535, got {port}")
+    return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())
