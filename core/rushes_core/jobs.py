@@ -4,6 +4,7 @@ Nothing here executes: the asynchronous API and the synchronous worker run the s
 row changed nothing: somebody else moved the job first.
 """
 
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -101,7 +102,7 @@ def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[J
     )
 
 
-def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[tuple[bool]]:
+def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[bool]:
     """Extend the lease. No row: it is lost. True: a cancel was asked for."""
     return (
         update(Job)
@@ -111,12 +112,23 @@ def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[t
     )
 
 
-def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> Update:
-    """Record where a running attempt is. `progress` never falls, whatever an earlier attempt reached."""
+def watch(job_id: str, *, fence: int) -> Select[bool]:
+    """Whether a cancel was asked for, without touching the row. No row: the lease is lost."""
+    return select(Job.cancel_requested_at.is_not(None)).where(
+        Job.id == job_id, Job.fence == fence, Job.state.in_(LEASED_STATES)
+    )
+
+
+def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> ReturningUpdate[bool]:
+    """Record where a running attempt is. `progress` never falls, whatever an earlier attempt reached.
+
+    True: a cancel was asked for.
+    """
     return (
         update(Job)
         .where(Job.id == job_id, Job.fence == fence, Job.state == JobState.RUNNING)
         .values(phase=phase, completed_steps=completed_steps, progress=func.greatest(Job.progress, min(progress, 99)))
+        .returning(Job.cancel_requested_at.is_not(None))
     )
 
 
@@ -175,6 +187,16 @@ def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
     return (
         update(Job)
         .where(_held(job_id, fence, JobState.QUEUED))
+        .values(state=JobState.QUEUED, attempt=Job.attempt - 1, run_at=func.now(), **_NO_PROGRESS, **_RELEASED)
+        .returning(Job)
+    )
+
+
+def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[Job]:
+    """CLAIMED -> QUEUED for what `owner` holds and does not know of: the reply to its claim was lost."""
+    return (
+        update(Job)
+        .where(Job.lease_owner == owner, Job.state == JobState.CLAIMED, Job.fence.not_in(fences))
         .values(state=JobState.QUEUED, attempt=Job.attempt - 1, run_at=func.now(), **_NO_PROGRESS, **_RELEASED)
         .returning(Job)
     )
@@ -317,7 +339,7 @@ def live_replicas(*, seen_within_seconds: float) -> Select[Replica]:
     )
 
 
-def forget_stale_replicas() -> ReturningDelete[tuple[str]]:
+def forget_stale_replicas() -> ReturningDelete[str]:
     """Drop replicas that have been silent for a day and hold no job."""
     holds_a_job = exists().where(Job.lease_owner == Replica.id, Job.state.in_(LEASED_STATES))
     return delete(Replica).where(Replica.last_seen < func.now() - STALE_REPLICA, ~holds_a_job).returning(Replica.id)

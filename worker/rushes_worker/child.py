@@ -1,0 +1,79 @@
+"""Processes that end with the one that started them, and what they inherit."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from pydantic import SecretStr
+from rushes_core.settings import Settings
+
+_PR_SET_PDEATHSIG = 1
+_PREFIX = "RUSHES_"
+
+
+def spawn(
+    module: str, arguments: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module PARENT_PID arguments...` as the leader of its own session and process group.
+
+    The kernel ends a child when the *thread* that started it ends, so only the main thread may start one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(f"{module} must be started from the main thread: it ends with the thread that starts it")
+    return subprocess.Popen(
+        # -P: a folder of the working directory must not shadow an installed package
+        [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments],
+        stdin=subprocess.DEVNULL,
+        env=dict(env),
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; leave at once if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def has_exited(child: subprocess.Popen[bytes]) -> bool:
+    """Whether `child` has ended, without reaping it: until `wait` its number cannot be another process's."""
+    if child.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def how_it_ended(returncode: int) -> str:
+    """`returncode` of a `Popen` in words."""
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
+def settings_environment(settings: Settings) -> dict[str, str]:
+    """This process's environment with the variables that make `settings` again in a child."""
+    env = environment_without_settings()
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, SecretStr):
+            value = value.get_secret_value()
+        elif isinstance(value, Enum):
+            value = value.value
+        env[_PREFIX + name.upper()] = str(value)
+    return env
+
+
+def environment_without_settings() -> dict[str, str]:
+    """This process's environment without Rushes' own variables, some of which are secret."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(_PREFIX)}

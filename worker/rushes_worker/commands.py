@@ -1,0 +1,128 @@
+"""What a supervisor and its ranks say to each other: small frozen values over an inherited socket.
+
+Everything about a render carries its serial number, so an answer to one attempt is never taken for one to the next.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rushes_worker.pipeline.base import RenderRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """The first command: what a rank is to be."""
+
+    rank: int
+    sp: int
+    epoch: int
+    device: str
+    """`cpu`, or `cuda:N` among the devices that the group sees."""
+    pipeline: str
+    """`module:callable`, a `PipelineFactory`."""
+    checkpoint: Path
+    rendezvous: Path
+    """File by which the ranks of this epoch find each other; of no other epoch."""
+    collective_timeout_seconds: float
+    log_level: str
+    log_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Every rank renders `request` and leaves its raw files in `directory`."""
+
+    serial: int
+    request: RenderRequest
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Give render `serial` up at the next boundary; said to rank 0, which tells the others there."""
+
+    serial: int
+
+
+Command = Render | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The pipeline is loaded."""
+
+    device: str
+    """What the rank runs on, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """The pipeline can never be loaded as asked: a checkpoint that must not be served, a device that is missing."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """The render entered `phase`, finished a denoise step of it, or reached a boundary (`phase` is None)."""
+
+    serial: int
+    phase: str | None = None
+    completed_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReady:
+    """Raw frames of one temporal unit: uint8 [num_frames, H, W, 3]."""
+
+    serial: int
+    unit: int
+    path: Path
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class AudioReady:
+    """The soundtrack, a `.npy` of float32 [2, N]."""
+
+    serial: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The rank gave the render up at a boundary, as it was told to."""
+
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request itself is wrong; nothing about the rank is."""
+
+    serial: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The render raised `kind`."""
+
+    serial: int
+    kind: str
+    code: str
+    message: str
+    """For a client."""
+    stage: str | None
+    traceback: str
+    intact: bool
+    """The rank is back in step and can go on; otherwise its group must end."""
+
+
+Outcome = Done | Stopped | Refused | Failed
+Report = Ready | Unfit | Advanced | UnitReady | AudioReady | Outcome

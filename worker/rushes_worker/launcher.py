@@ -1,0 +1,135 @@
+"""What `rushes worker` does: check everything that can be checked, then keep one supervisor per replica running."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+
+from rushes_core.contract import load_contract
+from rushes_core.errors import CheckpointError
+from rushes_core.log import configure_logging, get_logger
+from rushes_core.settings import Settings
+
+from rushes_worker.child import how_it_ended, settings_environment, spawn
+from rushes_worker.devices import Devices, find_devices
+from rushes_worker.layout import Layout
+from rushes_worker.scratch import check_directory
+from rushes_worker.supervisor import EXIT_UNFIT, Assignment
+
+log = get_logger(__name__)
+
+_TICK_SECONDS = 0.1
+_MAX_BACKOFF_SECONDS = 30.0
+_STEADY_SECONDS = 60.0
+"""A supervisor that ran this long was not in a crash loop."""
+_STOP_MARGIN_SECONDS = 60.0
+"""How much longer than the grace period a supervisor may take to leave before it is killed."""
+
+
+@dataclass
+class _Replica:
+    assignment: Assignment
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    failures: int = 0
+    start_at: float = field(default_factory=time.monotonic)
+
+
+class Launcher:
+    """Keeps the supervisors of one worker running until it is asked to stop or one of them is unfit."""
+
+    def __init__(self, settings: Settings, layout: Layout, devices: Devices) -> None:
+        self._settings = settings
+        self._environment = settings_environment(settings)
+        self._stop = threading.Event()
+        self._replicas = [
+            _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout)))
+            for replica in range(layout.replicas)
+        ]
+
+    def request_stop(self) -> None:
+        """Have every supervisor drain. Safe in a signal handler."""
+        self._stop.set()
+
+    def run(self) -> int:
+        """Returns the exit status: 0 after a drain, 1 when a replica can never serve."""
+        while not self._stop.is_set():
+            for replica in self._replicas:
+                if self._keep_running(replica) == EXIT_UNFIT:
+                    self._drain()
+                    return 1
+            self._stop.wait(_TICK_SECONDS)
+        return self._drain()
+
+    def _keep_running(self, replica: _Replica) -> int | None:
+        """Start, or start again, what should run; the exit status of a supervisor that just ended."""
+        now = time.monotonic()
+        if replica.process is None:
+            if now >= replica.start_at:
+                replica.started_at = now
+                replica.process = spawn(
+                    "rushes_worker.supervisor", replica.assignment.arguments(), env=self._environment
+                )
+            return None
+        status = replica.process.poll()
+        if status is None:
+            return None
+        replica.process = None
+        replica.failures = 1 if now - replica.started_at > _STEADY_SECONDS else replica.failures + 1
+        seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (replica.failures - 1))
+        replica.start_at = now + seconds
+        if status != EXIT_UNFIT:
+            number = replica.assignment.replica
+            log.error("supervisor_died", replica=number, ended=how_it_ended(status), restart_seconds=seconds)
+        return status
+
+    def _drain(self) -> int:
+        """Ask every supervisor to stop and wait; 0 if all left in peace."""
+        processes = [replica.process for replica in self._replicas if replica.process is not None]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._settings.shutdown_grace_seconds + _STOP_MARGIN_SECONDS
+        peaceful = True
+        for process in processes:
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+            # one that was still starting had no handler for the signal yet, and nothing to give back
+            peaceful = peaceful and status in (0, -signal.SIGTERM)
+        return 0 if peaceful else 1
+
+
+def run(settings: Settings, *, layout: str, device: str = "auto") -> int:
+    """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
+
+    What is wrong with layout, checkpoint, devices or scratch directory is printed, and nothing is claimed.
+
+    Args:
+        layout: `rRsS`, R replicas of S ranks each.
+        device: `cpu`, `cuda`, or `auto`: CUDA where there is any.
+    """
+    configure_logging(settings.log_level, json=settings.log_json)
+    try:
+        wanted = Layout.parse(layout)
+        load_contract(settings.checkpoint)
+        devices = find_devices(wanted, device)
+        check_directory(settings.scratch)
+    except (ValueError, CheckpointError) as error:
+        print(f"rushes worker: {error}", file=sys.stderr, flush=True)
+        return 1
+    launcher = Launcher(settings, wanted, devices)
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        launcher.request_stop()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    log.info("worker_started", layout=str(wanted), device=devices.kind, visible=devices.visible)
+    status = launcher.run()
+    log.info("worker_stopped", status=status)
+    return status

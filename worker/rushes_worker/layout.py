@@ -1,0 +1,56 @@
+"""How a worker spends its devices: replicas, and the ranks of each."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+MODEL_HEADS = 56
+"""Attention heads of the released transformer: ranks split them evenly."""
+
+SERVED_DEGREES = tuple(s for s in range(1, 9) if MODEL_HEADS % s == 0)
+MAX_REPLICAS = 64
+
+_PATTERN = re.compile(r"r([0-9]{1,3})s([0-9]{1,3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`r2s4`: two replicas of four ranks each; a rank has a device to itself."""
+
+    replicas: int
+    sp: int
+    """Sequence-parallel degree: ranks that share one job."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The layout that `text` names.
+
+        Raises:
+            ValueError: `text` is not of the form `rRsS`, or a number is out of range.
+        """
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"layout {text!r}: expected rRsS, R replicas of S ranks each, for example r1s1 or r2s4")
+        replicas, sp = int(match[1]), int(match[2])
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise ValueError(f"layout {text!r}: replicas must be in 1..{MAX_REPLICAS}, got {replicas}")
+        if sp not in SERVED_DEGREES:
+            degrees = ", ".join(map(str, SERVED_DEGREES))
+            raise ValueError(
+                f"layout {text!r}: s must be one of {degrees}, the ways to split {MODEL_HEADS} attention heads evenly, "
+                f"got {sp}"
+            )
+        return cls(replicas, sp)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all replicas together."""
+        return self.replicas * self.sp
+
+    def check_heads(self, num_heads: int) -> None:
+        """Raise `ValueError` unless a checkpoint with `num_heads` attention heads can be split this way."""
+        if num_heads % self.sp:
+            raise ValueError(f"layout {self}: {num_heads} attention heads cannot be split over s={self.sp} ranks")
+
+    def __str__(self) -> str:
+        return f"r{self.replicas}s{self.sp}"

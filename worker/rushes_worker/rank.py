@@ -1,0 +1,174 @@
+"""One rank of a replica: holds a share of the model and renders what its supervisor says.
+
+Runs as `python -m rushes_worker.rank PARENT_PID FD`. It knows no database, no broker and no object store; it ends with
+its supervisor, and its supervisor ends it when another rank of the group is lost.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+
+import structlog
+from rushes_core.errors import GenerationError, InvalidRequest, RushesError
+from rushes_core.log import configure_logging, get_logger
+
+from rushes_worker.child import end_with_parent
+from rushes_worker.commands import Boot, Done, Failed, Outcome, Ready, Refused, Render, Stopped, Unfit
+from rushes_worker.pipeline.base import Cancelled, Pipeline
+from rushes_worker.reporter import Agreement, RankReporter, alone
+
+log = get_logger(__name__)
+
+
+class Rank:
+    """A loaded pipeline that serves one command after another."""
+
+    def __init__(self, boot: Boot, connection: Connection) -> None:
+        self._boot = boot
+        self._connection = connection
+        self._device = _open_device(boot)
+        self._agree = _join(boot)
+        self._pipeline = _build(boot)
+
+    def serve(self) -> None:
+        """Render until the supervisor closes the connection or a render leaves this rank out of step."""
+        self._connection.send(Ready(self._device))
+        while True:
+            command = self._connection.recv()
+            # a Stop that came after the render it was meant for means nothing any more
+            if isinstance(command, Render):
+                outcome = self._render(command)
+                self._connection.send(outcome)
+                if isinstance(outcome, Failed) and not outcome.intact:
+                    return
+
+    def _render(self, command: Render) -> Outcome:
+        reporter = RankReporter(command, rank=self._boot.rank, connection=self._connection, agree=self._agree)
+        try:
+            self._pipeline.render(command.request, reporter)
+        except Cancelled:
+            return Stopped(command.serial)
+        except InvalidRequest as error:
+            return Refused(command.serial, str(error))
+        except Exception as error:
+            return self._failure(command, error)
+        return Done(command.serial)
+
+    def _failure(self, command: Render, error: Exception) -> Failed:
+        """What went wrong, and whether the rank can go on.
+
+        Errors that are raised on purpose come from every rank at the same place, so the group is still in step after
+        them; its supervisor makes sure that all ranks reported one.
+        """
+        on_purpose = isinstance(error, RushesError | ValueError)
+        kind = type(error).__name__
+        return Failed(
+            command.serial,
+            kind=kind,
+            code=error.code if isinstance(error, RushesError) else GenerationError.code,
+            message=str(error) if isinstance(error, RushesError) else f"The pipeline failed ({kind}).",
+            stage=error.stage if isinstance(error, GenerationError) else None,
+            traceback="".join(traceback.format_exception(error)),
+            intact=on_purpose and self._device_works(),
+        )
+
+    def _device_works(self) -> bool:
+        if not self._boot.device.startswith("cuda"):
+            return True
+        import torch
+
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+
+def _open_device(boot: Boot) -> str:
+    """Make the rank's device the current one and describe it.
+
+    Raises:
+        ValueError: torch cannot use it.
+    """
+    if not boot.device.startswith("cuda"):
+        return f"cpu, {os.environ.get('OMP_NUM_THREADS', '?')} threads"
+    import torch
+
+    ordinal = int(boot.device.partition(":")[2])
+    build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        raise ValueError(f"{boot.device}: {build} finds no usable device; the driver may be older than that CUDA")
+    if ordinal >= torch.cuda.device_count():
+        raise ValueError(f"{boot.device}: {build} finds {torch.cuda.device_count()} devices, needed are {boot.sp}")
+    torch.cuda.set_device(ordinal)
+    return f"{torch.cuda.get_device_name(ordinal)}, {build}"
+
+
+def _join(boot: Boot) -> Agreement:
+    """Join the process group of this epoch; returns how its ranks agree on a flag."""
+    if boot.sp == 1:
+        return alone
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=boot.collective_timeout_seconds)
+    on_cuda = boot.device.startswith("cuda")
+    dist.init_process_group(
+        # gloo beside NCCL: a flag from the host must not wait for the GPU's queue
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        init_method=boot.rendezvous.as_uri(),
+        rank=boot.rank,
+        world_size=boot.sp,
+        timeout=timeout,
+        device_id=torch.device(boot.device) if on_cuda else None,
+    )
+
+    def agree(flag: bool) -> bool:
+        word = torch.tensor([flag], dtype=torch.uint8)
+        dist.broadcast(word, src=0)
+        return bool(word.item())
+
+    return agree
+
+
+def _build(boot: Boot) -> Pipeline:
+    module, _, name = boot.pipeline.partition(":")
+    factory = getattr(import_module(module), name)
+    pipeline: Pipeline = factory(boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device)
+    return pipeline
+
+
+def main(arguments: list[str]) -> int:
+    parent_pid, descriptor = map(int, arguments)
+    end_with_parent(parent_pid)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # what this process starts must not keep the connection open after its death
+    os.set_inheritable(descriptor, False)
+    with Connection(descriptor) as connection:
+        boot: Boot = connection.recv()
+        configure_logging(boot.log_level if boot.rank == 0 else "WARNING", json=boot.log_json)
+        structlog.contextvars.bind_contextvars(rank=boot.rank, epoch=boot.epoch)
+        try:
+            rank = Rank(boot, connection)
+        except (RushesError, ValueError) as error:
+            log.exception("rank_unfit")
+            connection.send(Unfit(str(error)))
+            return 1
+        try:
+            rank.serve()
+        except (EOFError, ConnectionError):
+            return 0  # the supervisor is gone, or done with this group
+    return 1
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # a communicator whose peers are gone may hang in its destructor
+    os._exit(status)

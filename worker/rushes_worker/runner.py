@@ -1,0 +1,402 @@
+"""One attempt of one job, from claim to the commit that ends it.
+
+How an attempt can end, and what becomes of the job:
+
+| what happened | job | rank group |
+|---|---|---|
+| stored and committed | completed | lives |
+| cancel or delete was seen | cancelled | lives |
+| the request itself is wrong | failed, `invalid_request` | lives |
+| an error raised on purpose by every rank, or a clip that breaks its contract | queued again, or failed | lives |
+| any other error of a rank | queued again, or failed | ends |
+| a rank died or fell silent | queued again, or failed; counts as a crash | ends |
+| the store took nothing for ten minutes | queued again, or failed | lives |
+| the lease was lost, or could not be renewed | nothing is written | lives |
+| asked to stop, grace period over | queued again, nothing counted | ends |
+"""
+
+import multiprocessing.connection
+import shutil
+import time
+from enum import StrEnum
+
+from rushes_core.clip import Clip
+from rushes_core.contract import InferenceContract
+from rushes_core.errors import GenerationError, InvalidRequest, RushesError, StorageError
+from rushes_core.log import get_logger
+from rushes_core.models import Job
+from rushes_core.states import JobState, Phase
+from rushes_core.storage import ObjectStore, result_key
+from structlog.contextvars import bound_contextvars
+
+from rushes_worker.commands import (
+    Advanced,
+    AudioReady,
+    Done,
+    Failed,
+    Outcome,
+    Refused,
+    Report,
+    Stopped,
+    UnitReady,
+)
+from rushes_worker.group import GroupLost, RankGroup
+from rushes_worker.heartbeat import Heartbeat
+from rushes_worker.lease import Lease
+from rushes_worker.ledger import Claim, Ledger, LedgerUnreachable
+from rushes_worker.media.errors import MediaError
+from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.validate import ClipFacts
+from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.progress import Progress
+from rushes_worker.publication import CONTENT_TYPE, Publication, remove_attempt
+from rushes_worker.scratch import Scratch
+from rushes_worker.stopping import Stopping
+from rushes_worker.wake import Wake
+
+log = get_logger(__name__)
+
+_SETTLE_SECONDS = 3.0
+"""How long the other ranks may take to end a render that one rank ended early."""
+_TICK_SECONDS = 0.5
+
+
+class Halt(StrEnum):
+    """Why an attempt that could go on is given up."""
+
+    CANCELLED = "cancelled"
+    LEASE_LOST = "lease_lost"
+    STOPPING = "stopping"
+
+
+class Halted(Exception):
+    """The attempt was given up."""
+
+    def __init__(self, why: Halt) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Runner:
+    """Runs claimed jobs for one replica, one after another, on the group that it is given."""
+
+    def __init__(
+        self,
+        *,
+        contract: InferenceContract,
+        stage_timeout_seconds: float,
+        ledger: Ledger,
+        heartbeat: Heartbeat,
+        media: MediaProcess,
+        store: ObjectStore,
+        scratch: Scratch,
+        stopping: Stopping,
+        wake: Wake,
+    ) -> None:
+        self.contract = contract
+        self.stage_timeout_seconds = stage_timeout_seconds
+        self.ledger = ledger
+        self.heartbeat = heartbeat
+        self.media = media
+        self.store = store
+        self.scratch = scratch
+        self.stopping = stopping
+        self.wake = wake
+
+    def run(self, claim: Claim, group: RankGroup) -> bool:
+        """Run one attempt to its end; whether the job was completed. The group may have ended when this returns."""
+        job, lease = claim.job, claim.lease
+        with bound_contextvars(job_id=job.id, attempt=job.attempt):
+            log.info("job_claimed", fence=lease.fence)
+            self.heartbeat.hold(lease)
+            try:
+                return self._run(job, lease, group)
+            except LedgerUnreachable as error:
+                log.warning("lease_lost", reason=str(error))
+                return False
+            finally:
+                self.heartbeat.drop(lease)
+
+    def _run(self, job: Job, lease: Lease, group: RankGroup) -> bool:
+        if self.stopping.requested:
+            self.ledger.release(lease)
+            log.info("job_released", reason="the worker is stopping")
+            return False
+        if not self.ledger.start(lease):
+            if self.ledger.confirm_cancel(lease):
+                log.info("job_cancelled")
+            else:
+                log.warning("lease_lost", reason="the job was not to be started any more")
+            return False
+        log.info("job_started")
+        attempt = _Attempt(self, job, lease, group)
+        try:
+            return attempt.run()
+        finally:
+            attempt.tidy()
+
+
+class _Attempt:
+    def __init__(self, runner: Runner, job: Job, lease: Lease, group: RankGroup) -> None:
+        self._runner = runner
+        self._job = job
+        self._lease = lease
+        self._group = group
+        self._clip = Clip(job.num_frames)
+        self._directory = runner.scratch.path / f"attempt-{lease.fence}"
+        self._path = self._directory / "video.mp4"
+        self._key = result_key(job.project, job.id, job.attempt, lease.fence)
+        self._progress = Progress(num_steps=runner.contract.num_forwards, num_units=self._clip.num_units)
+        self._phases = _PhaseClock(self._progress.phase)
+
+    def run(self) -> bool:
+        runner, lease = self._runner, self._lease
+        self._report()
+        try:
+            self._directory.mkdir()
+            self._render()
+            facts = self._publish()
+            return self._complete(facts)
+        except Halted as halted:
+            self._halt(halted.why)
+        except InvalidRequest as error:
+            state = runner.ledger.fail(lease, {"code": "invalid_request", "message": str(error)})
+            log.info("job_failed", code="invalid_request", error=str(error), state=state)
+        except LedgerUnreachable:
+            raise
+        except OSError as error:
+            self._retry(GenerationError(f"The worker's scratch directory cannot be used: {error.strerror}."))
+        except RushesError as error:
+            # at the end of the grace period the group goes with the worker: that is no crash of the job's
+            if isinstance(error, GroupLost) and runner.stopping.grace_is_over:
+                self._halt(Halt.STOPPING)
+            else:
+                self._retry(error)
+        return False
+
+    def tidy(self) -> None:
+        """Leave nothing of the attempt on this machine."""
+        self._runner.media.abort()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _render(self) -> None:
+        """Have the ranks render while the media process encodes what they hand over.
+
+        Raises:
+            Halted: the attempt was given up.
+            InvalidRequest: the request itself is wrong.
+            GenerationError: the ranks or the media process failed.
+        """
+        group, job, media = self._group, self._job, self._runner.media
+        media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
+        request = RenderRequest(job.id, job.attempt, job.prompt, job.seed, job.width, job.height, job.num_frames)
+        serial = group.render(request, self._directory)
+        outcomes: dict[int, Outcome] = {}
+        early: Exception | None = None
+        while len(outcomes) < group.size:
+            if early is None and (early := self._reason_to_stop()) is not None:
+                group.stop()
+            if self._runner.stopping.grace_is_over:
+                raise Halted(Halt.STOPPING)
+            try:
+                reports = group.wait(self._tick(), media, self._runner.wake)
+            except GroupLost as lost:
+                # silence after an error means that the other ranks hang in step with the one that raised it
+                raise (lost if lost.rank is not None else _first_error(outcomes) or lost) from None
+            self._runner.wake.clear()
+            for rank, report in reports:
+                if getattr(report, "serial", serial) != serial:
+                    continue
+                if isinstance(report, Done | Stopped | Refused | Failed):
+                    self._note_outcome(outcomes, rank, report)
+                elif early is None:
+                    early = self._take(report)
+                    if early is not None:
+                        group.stop()
+        group.relax()
+        error = _first_error(outcomes)
+        if any(isinstance(outcome, Failed) and not outcome.intact for outcome in outcomes.values()):
+            group.end("render_failed")
+        if early is not None:
+            raise early
+        if error is not None:
+            raise error
+        if any(isinstance(outcome, Stopped) for outcome in outcomes.values()):
+            raise GenerationError("The pipeline stopped without having been asked to.")
+
+    def _note_outcome(self, outcomes: dict[int, Outcome], rank: int, outcome: Outcome) -> None:
+        outcomes[rank] = outcome
+        if isinstance(outcome, Failed):
+            log.warning("render_failed", rank=rank, kind=outcome.kind, stage=outcome.stage, trace=outcome.traceback)
+        if not isinstance(outcome, Done) and len(outcomes) < self._group.size:
+            self._group.expect(_SETTLE_SECONDS, "waiting for the other ranks to stop")
+
+    def _reason_to_stop(self) -> Exception | None:
+        if self._lease.cancel_requested:
+            return Halted(Halt.CANCELLED)
+        if self._lease.is_doubtful:
+            return Halted(Halt.LEASE_LOST)
+        try:
+            self._runner.media.check()
+        except MediaError as error:
+            return error
+        return None
+
+    def _take(self, report: Report) -> Exception | None:
+        """Use what a rank handed over; the error of a media process that could not."""
+        try:
+            if isinstance(report, Advanced):
+                if report.phase is not None:
+                    self._enter(Phase(report.phase), report.completed_steps)
+            elif isinstance(report, UnitReady):
+                self._runner.media.add_unit(report.unit, report.path, report.num_frames)
+                self._progress.finish_unit()
+                self._report()
+            elif isinstance(report, AudioReady):
+                self._runner.media.set_audio(report.path)
+        except MediaError as error:
+            return error
+        return None
+
+    def _publish(self) -> ClipFacts:
+        """Have the clip finished, validated and stored.
+
+        Raises:
+            Halted: the attempt was given up.
+            GenerationError: the clip breaks its contract.
+            StorageError: the store took nothing for too long.
+        """
+        runner = self._runner
+        publication = Publication(
+            runner.media,
+            runner.store,
+            path=self._path,
+            key=self._key,
+            enter=self._enter,
+            on_end=runner.wake.poke,
+            finish_seconds=runner.stage_timeout_seconds,
+        )
+        publication.start()
+        while not publication.ended:
+            why = self._reason_to_discard()
+            if why is not None:
+                publication.give_up()
+                raise Halted(why)
+            multiprocessing.connection.wait([runner.wake.fileno()], self._tick())
+            runner.wake.clear()
+        return publication.result()
+
+    def _reason_to_discard(self) -> Halt | None:
+        if self._lease.cancel_requested:
+            return Halt.CANCELLED
+        # the GPU is free already, so what is finished is kept as long as it may still count
+        if self._lease.is_over:
+            return Halt.LEASE_LOST
+        return Halt.STOPPING if self._runner.stopping.grace_is_over else None
+
+    def _complete(self, facts: ClipFacts) -> bool:
+        runner, lease = self._runner, self._lease
+        timings = self._phases.seconds()
+        result = {
+            "bucket": runner.store.bucket,
+            "key": self._key,
+            "bytes": facts.bytes,
+            "sha256": facts.sha256,
+            "content_type": CONTENT_TYPE,
+            "num_frames": facts.num_frames,
+            "width": facts.width,
+            "height": facts.height,
+            "fps": facts.fps,
+            "duration_seconds": facts.duration_seconds,
+            "has_audio": facts.has_audio,
+            "audio_sample_rate": facts.audio_sample_rate,
+        }
+        if runner.ledger.complete(lease, result=result, timings=timings):
+            log.info("job_completed", bytes=facts.bytes, **timings)
+            return True
+        remove_attempt(runner.store, self._key)
+        self._halt(Halt.CANCELLED)
+        return False
+
+    def _halt(self, why: Halt) -> None:
+        """Settle a job whose attempt was given up; what a lost lease held is not touched."""
+        ledger, lease = self._runner.ledger, self._lease
+        if why is Halt.CANCELLED and ledger.confirm_cancel(lease):
+            log.info("job_cancelled")
+        elif why is Halt.STOPPING:
+            self._group.end("stopping")
+            if ledger.release(lease):
+                log.info("job_released", reason="the grace period is over")
+        elif lease.lost or not ledger.try_release(lease):
+            log.warning("lease_lost", reason="taken over, or not renewed in time")
+        else:
+            log.warning("job_released", reason="the lease could not be renewed in time")
+
+    def _retry(self, error: RushesError) -> None:
+        crashed = isinstance(error, GroupLost)
+        # what the store's client says names hosts and keys, which are nobody's business
+        message = "The object store did not take the clip." if isinstance(error, StorageError) else str(error)
+        stage = getattr(error, "stage", None) or self._progress.phase.value
+        stored = {"code": error.code, "message": message, "stage": stage}
+        state = self._runner.ledger.retry_or_fail(self._lease, stored, crashed=crashed)
+        event = {JobState.QUEUED: "job_requeued", JobState.CANCELLED: "job_cancelled", None: "lease_lost"}
+        log.warning(event.get(state, "job_failed"), code=error.code, error=str(error), stage=stage, crashed=crashed)
+
+    def _enter(self, phase: Phase, completed_steps: int = 0) -> None:
+        self._progress.enter(phase, completed_steps)
+        self._phases.enter(self._progress.phase)
+        self._report()
+
+    def _report(self) -> None:
+        progress = self._progress
+        self._runner.heartbeat.report(
+            self._lease,
+            phase=progress.phase,
+            completed_steps=progress.completed_steps,
+            progress=progress.percent,
+        )
+
+    def _tick(self) -> float:
+        return min(_TICK_SECONDS, self._runner.stopping.seconds_left)
+
+
+class RenderFailed(GenerationError):
+    """A rank reported an error of its pipeline."""
+
+    def __init__(self, failure: Failed) -> None:
+        super().__init__(failure.message, stage=failure.stage)
+        self.code = failure.code
+
+
+class _PhaseClock:
+    """Seconds spent in each phase."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+        self._began = self._entered = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            self._charge()
+            self._phase = phase
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase so far, and `total`."""
+        self._charge()
+        return {**self._seconds, "total": round(time.monotonic() - self._began, 3)}
+
+    def _charge(self) -> None:
+        now = time.monotonic()
+        spent = self._seconds.get(self._phase, 0.0) + now - self._entered
+        self._seconds[self._phase.value] = round(spent, 3)
+        self._entered = now
+
+
+def _first_error(outcomes: dict[int, Outcome]) -> InvalidRequest | RenderFailed | None:
+    for outcome in outcomes.values():
+        if isinstance(outcome, Refused):
+            return InvalidRequest(outcome.message)
+        if isinstance(outcome, Failed):
+            return RenderFailed(outcome)
+    return None

@@ -1,0 +1,63 @@
+"""The directory in which a replica keeps raw frames and unfinished clips."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "rushes-replica-"
+
+
+class Scratch:
+    """A directory of this replica alone below `parent`, locked while the replica lives.
+
+    Directories of replicas that are gone without having tidied up are removed first.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            lock = _lock(self.path)
+            # the sweep of another replica may have come between making and locking
+            if lock is not None and self.path.exists():
+                self._lock = lock
+                return
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def check_directory(parent: Path) -> None:
+    """Raise `ValueError` unless a replica could make its directory below `parent`."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"scratch directory {parent} cannot be written: {error.strerror}") from error
+
+
+def _sweep(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        lock = _lock(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of directory `path`; None if it is held, gone or another user's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

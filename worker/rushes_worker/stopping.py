@@ -1,0 +1,29 @@
+"""Whether a replica was asked to stop, and how long its running job may still take."""
+
+import time
+
+
+class Stopping:
+    """Set once by a signal; asking again changes nothing."""
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._grace_ends: float | None = None
+
+    def request(self) -> None:
+        """Begin the grace period. Safe in a signal handler."""
+        if self._grace_ends is None:
+            self._grace_ends = time.monotonic() + self._grace_seconds
+
+    @property
+    def requested(self) -> bool:
+        return self._grace_ends is not None
+
+    @property
+    def grace_is_over(self) -> bool:
+        return self._grace_ends is not None and time.monotonic() >= self._grace_ends
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the grace period; infinite while nobody asked."""
+        return float("inf") if self._grace_ends is None else max(0.0, self._grace_ends - time.monotonic())

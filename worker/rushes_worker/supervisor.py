@@ -1,0 +1,258 @@
+"""The supervisor of one replica: claims jobs, keeps their leases, and keeps a rank group alive to render them.
+
+Runs as `python -m rushes_worker.supervisor PARENT_PID ...`, one per replica. It never loads torch and never touches
+CUDA: what a broken driver or a crashed kernel takes down are the ranks, which it replaces.
+
+Threads: the main thread claims, talks to ranks and media process, and starts every child, which the kernel ends with
+it; the heartbeat keeps leases; Celery receives hints; a publication uploads.
+"""
+
+import argparse
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+import structlog
+from rushes_core.contract import load_contract
+from rushes_core.errors import CheckpointError
+from rushes_core.log import configure_logging, get_logger
+from rushes_core.served_model import model_name
+from rushes_core.settings import Settings, get_settings
+from rushes_core.storage import ObjectStore
+
+from rushes_worker.child import end_with_parent
+from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
+from rushes_worker.heartbeat import Heartbeat
+from rushes_worker.hints import HintListener
+from rushes_worker.layout import Layout
+from rushes_worker.ledger import UNREACHABLE, Claim, Ledger
+from rushes_worker.media.encode import EncoderSettings
+from rushes_worker.media.process import MediaProcess
+from rushes_worker.runner import Runner
+from rushes_worker.scratch import Scratch
+from rushes_worker.stopping import Stopping
+from rushes_worker.wake import Wake
+
+log = get_logger(__name__)
+
+EXIT_UNFIT = 78
+"""The replica can never serve as it was asked to (EX_CONFIG): starting it again is of no use."""
+
+_MAX_BACKOFF_SECONDS = 30.0
+_JITTER = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which replica of which layout this supervisor is, and what its ranks run on."""
+
+    layout: Layout
+    replica: int
+    kind: str
+    visible: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """The command line that `parse` reads."""
+        words = [str(self.layout), str(self.replica), self.kind]
+        return [*words, ",".join(self.visible)]
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> "Assignment":
+        parser = argparse.ArgumentParser(prog="rushes_worker.supervisor")
+        parser.add_argument("layout", type=Layout.parse)
+        parser.add_argument("replica", type=int)
+        parser.add_argument("kind", choices=("cpu", "cuda"))
+        parser.add_argument("visible")
+        found = parser.parse_args(arguments)
+        return cls(found.layout, found.replica, found.kind, tuple(filter(None, found.visible.split(","))))
+
+
+class Supervisor:
+    """One replica, from start to stop."""
+
+    def __init__(self, settings: Settings, assignment: Assignment) -> None:
+        contract = load_contract(settings.checkpoint)
+        self._settings = settings
+        self._replica_id = f"{socket.gethostname()}-{os.getpid()}-r{assignment.replica}-{secrets.token_hex(2)}"
+        self._wake = Wake()
+        self._hinted = False
+        self._stopping = Stopping(settings.shutdown_grace_seconds)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        self._scratch = Scratch(settings.scratch)
+        self._plan = _plan(settings, assignment)
+        self._epoch = 0
+        self._failures = 0
+        model = model_name(settings, contract)
+        self._heartbeat = Heartbeat(
+            settings,
+            replica_id=self._replica_id,
+            replica={
+                "pool": settings.pool,
+                "layout": str(assignment.layout),
+                "model": model,
+                "device": assignment.kind,
+                "state": "starting",
+                "epoch": 0,
+                "job_id": None,
+                "detail": {"pid": os.getpid()},
+            },
+            on_change=self._wake.poke,
+            is_stopping=lambda: self._stopping.requested,
+        )
+        self._ledger = Ledger(settings, replica_id=self._replica_id, model=model)
+        self._hints = HintListener(settings, replica_id=self._replica_id, on_hint=self._on_hint)
+        self._media = MediaProcess(
+            EncoderSettings(settings.encoder_preset, settings.encoder_crf, settings.audio_bitrate)
+        )
+        self._runner = Runner(
+            contract=contract,
+            stage_timeout_seconds=settings.stage_timeout_seconds,
+            ledger=self._ledger,
+            heartbeat=self._heartbeat,
+            media=self._media,
+            store=ObjectStore(settings),
+            scratch=self._scratch,
+            stopping=self._stopping,
+            wake=self._wake,
+        )
+
+    def run(self) -> int:
+        """Serve until SIGTERM; returns the exit status."""
+        structlog.contextvars.bind_contextvars(replica=self._replica_id)
+        log.info("replica_started", sp=self._plan.sp, device=self._plan.kind, visible=self._plan.visible)
+        self._heartbeat.start()
+        self._hints.start()
+        try:
+            while not self._stopping.requested:
+                self._serve_one_epoch()
+        except GroupUnfit as error:
+            log.error("replica_unfit", error=str(error))
+            print(f"rushes worker: {error}", file=sys.stderr, flush=True)
+            return EXIT_UNFIT
+        finally:
+            self._close()
+        return 0
+
+    def _serve_one_epoch(self) -> None:
+        self._pause()
+        if self._stopping.requested:
+            return
+        self._epoch += 1
+        group = RankGroup(self._plan, epoch=self._epoch, directory=self._scratch.path)
+        try:
+            self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None)
+            self._await_ready(group)
+            self._serve(group)
+        except GroupLost:
+            pass
+        finally:
+            group.end("stopping")
+        self._failures += 1
+
+    def _await_ready(self, group: RankGroup) -> None:
+        while not group.is_ready and not self._stopping.requested:
+            group.wait(self._settings.poll_seconds, self._wake)
+            self._wake.clear()
+        if group.is_ready:
+            group.relax()
+            log.info("replica_ready", epoch=group.epoch, devices=group.devices)
+
+    def _serve(self, group: RankGroup) -> None:
+        ready = {"state": "ready", "job_id": None, "detail": {"pid": os.getpid(), "ranks": group.pids}}
+        self._heartbeat.describe(**ready)
+        while not self._stopping.requested:
+            # a rank that died since it was last looked at must not cost a job an attempt
+            group.wait(0.0)
+            claim = self._claim()
+            if claim is None:
+                self._idle(group)
+                continue
+            self._heartbeat.describe(state="busy", job_id=claim.job.id)
+            if self._runner.run(claim, group):
+                self._failures = 0
+            if group.ended:
+                return
+            self._heartbeat.describe(**ready)
+
+    def _claim(self) -> Claim | None:
+        self._hinted = False
+        try:
+            return self._ledger.claim()
+        except UNREACHABLE as error:
+            log.warning("claim_failed", error=str(error).splitlines()[0])
+            return None
+
+    def _idle(self, group: RankGroup) -> None:
+        """Wait for a hint or for the next poll, with an eye on the group."""
+        deadline = time.monotonic() + self._settings.poll_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
+        while not (self._hinted or self._stopping.requested):
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                return
+            group.wait(seconds, self._wake)
+            self._wake.clear()
+
+    def _pause(self) -> None:
+        """Wait longer the more groups ended without a completed job between them."""
+        if self._failures < 2:
+            return
+        seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (self._failures - 2))
+        log.warning("group_postponed", failures=self._failures, seconds=seconds)
+        deadline = time.monotonic() + seconds
+        while not self._stopping.requested and time.monotonic() < deadline:
+            time.sleep(min(0.2, seconds))
+
+    def _on_hint(self) -> None:
+        self._hinted = True
+        self._wake.poke()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping.request()
+        self._wake.poke()
+
+    def _close(self) -> None:
+        self._media.close()
+        self._scratch.remove()
+        self._ledger.close()
+        self._heartbeat.describe(state="stopped", job_id=None)
+        self._heartbeat.close()
+        log.info("replica_stopped")
+
+
+def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
+    cores = len(os.sched_getaffinity(0))
+    return GroupPlan(
+        sp=assignment.layout.sp,
+        kind=assignment.kind,
+        visible=assignment.visible,
+        threads=max(1, cores // assignment.layout.num_ranks),
+        pipeline=settings.pipeline,
+        checkpoint=settings.checkpoint,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        stage_timeout_seconds=settings.stage_timeout_seconds,
+        log_level=settings.log_level,
+        log_json=settings.log_json,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    end_with_parent(int(arguments[0]))
+    settings = get_settings()
+    configure_logging(settings.log_level, json=settings.log_json)
+    try:
+        supervisor = Supervisor(settings, Assignment.parse(arguments[1:]))
+    except (CheckpointError, ValueError) as error:
+        print(f"rushes worker: {error}", file=sys.stderr, flush=True)
+        return EXIT_UNFIT
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
