@@ -16,7 +16,11 @@ def configure_logging(level: str = "INFO", *, json: bool = True) -> None:
         structlog.processors.StackInfoRenderer(),
     ]
     renderer: list[structlog.typing.Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [
+            # without local variables: they hold prompts and keys
+            structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ]
         if json
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
