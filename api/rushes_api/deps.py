@@ -1,7 +1,7 @@
 """What endpoints ask for: the session, the caller's project, the job in the path, the served model, the store."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Annotated, TypedDict, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Annotated, Any, TypedDict, cast
 
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
@@ -43,11 +43,16 @@ async def _session(request: Request) -> AsyncGenerator[AsyncSession]:
         yield session
 
 
-def _project(request: Request) -> str:
+# asynchronous although it waits for nothing: FastAPI runs plain functions in threads
+async def _app_state(request: Request) -> State:
+    return _state(request)
+
+
+async def _project(request: Request) -> str:
     return _state(request)["keys"].project(request.headers.getlist("authorization"))
 
 
-AppState = Annotated[State, Depends(_state)]
+AppState = Annotated[State, Depends(_app_state)]
 # scope="function": commit before the response leaves, not after it (FastAPI's default).
 Session = Annotated[AsyncSession, Depends(_session, scope="function")]
 CurrentProject = Annotated[str, Depends(_project)]
@@ -78,10 +83,10 @@ def no_such_video(video_id: str) -> JobNotFound:
     return JobNotFound(f"no video with id {printable(video_id)}")
 
 
-def query(*names: str) -> Callable[[Request], Mapping[str, str]]:
+def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
     """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones."""
 
-    def parameters(request: Request) -> Mapping[str, str]:
+    async def parameters(request: Request) -> Mapping[str, str]:
         values: dict[str, str] = {}
         for name, value in request.query_params.multi_items():
             shown_name = printable(name)
