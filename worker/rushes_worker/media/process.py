@@ -69,9 +69,9 @@ class MediaProcess:
     def is_alive(self) -> bool:
         return self._child.poll() is None
 
-    def fileno(self) -> int:
-        """Readable when the process has something to tell or is gone: then call `check`."""
-        return self._connection.fileno()
+    def wait(self, timeout: float) -> bool:
+        """Whether the process has something to tell, or is gone, within `timeout` seconds: then call `check`."""
+        return self._connection.poll(timeout)
 
     def start_clip(self, spec: ClipSpec) -> None:
         """Begin a clip; one that was begun and not finished is aborted.

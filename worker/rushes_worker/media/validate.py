@@ -275,7 +275,7 @@ class _Picture:
             self.num_frames += 1
 
     def variance(self) -> float:
-        """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant, none if there is no frame."""
+        """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant."""
         return sum((count * squares - total * total) / count**2 for count, total, squares in self._sums if count)
 
     def _check(self, frame: av.VideoFrame) -> None:
