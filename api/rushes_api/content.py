@@ -8,7 +8,7 @@ from typing import cast
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
-from rushes_core.errors import StorageError
+from rushes_core.errors import ObjectMissing
 from rushes_core.models import Job
 from rushes_core.request import shown
 from rushes_core.settings import ContentDelivery
@@ -119,11 +119,9 @@ async def _open(job: Job, state: State, key: str, part: ByteRange) -> Iterator[b
     store, limiter = state["store"], state["store_limiter"]
     try:
         return await to_thread.run_sync(store.read, key, part.first, part.last, limiter=limiter)
-    except StorageError:
-        if await to_thread.run_sync(store.head, key, limiter=limiter) is None:
-            message = f"the clip of {job.id} is no longer in the object store"
-            raise ApiError(message, code="video_content_missing", status=HTTPStatus.NOT_FOUND) from None
-        raise
+    except ObjectMissing as error:
+        message = f"the clip of {job.id} is no longer in the object store"
+        raise ApiError(message, code="video_content_missing", status=HTTPStatus.NOT_FOUND) from error
 
 
 async def _in_threads(pieces: Iterator[bytes], limiter: CapacityLimiter) -> AsyncIterator[bytes]:

@@ -3,6 +3,7 @@
 RushesError
 ├── CheckpointError             a checkpoint directory that must not be served
 ├── StorageError                the object store refused or lost something
+│   └── ObjectMissing           there is no such object
 ├── InvalidRequest              what a client sent is wrong; never retried, never counts against a worker
 ├── JobNotFound                 no such job in this project
 ├── TransitionRefused           the job is not in a state that allows the move
@@ -30,6 +31,10 @@ class StorageError(RushesError):
 
     code = "storage_error"
     retryable = True
+
+
+class ObjectMissing(StorageError):
+    """There is no object under this key."""
 
 
 class InvalidRequest(RushesError):

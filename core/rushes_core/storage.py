@@ -13,7 +13,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rushes_core.errors import StorageError
+from rushes_core.errors import ObjectMissing, StorageError
 from rushes_core.settings import Settings
 
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -87,10 +87,8 @@ class ObjectStore:
         try:
             with _translated(key):
                 answer = self._client.head_object(Bucket=self.bucket, Key=key, ChecksumMode="ENABLED")
-        except StorageError as error:
-            if _code(error.__cause__) in _ABSENT:
-                return None
-            raise
+        except ObjectMissing:
+            return None
         checksum = answer.get("ChecksumSHA256", "")
         return StoredObject(key, answer["ContentLength"], base64.b64decode(checksum).hex() if checksum else "")
 
@@ -98,6 +96,7 @@ class ObjectStore:
         """Bytes `start` to `end` of an object, both included, in pieces.
 
         Raises:
+            ObjectMissing: there is no such object.
             StorageError: before the first piece if the object cannot be opened, later if the connection breaks.
         """
         with _translated(key):
@@ -194,7 +193,8 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (BotoCoreError, ClientError)):
-            raise StorageError(f"{self._what}: {error}") from error
+            raised = ObjectMissing if _code(error) in _ABSENT else StorageError
+            raise raised(f"{self._what}: {error}") from error
 
 
 def _code(error: BaseException | None) -> str:
