@@ -1,14 +1,18 @@
 """Frames and samples given are frames and samples found in the file."""
 
 import resource
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
+from time import sleep
 
 import av
 import numpy as np
 import pytest
-from rushes_worker.media.encode import ClipEncoder, EncoderSettings
+from rushes_worker.media.encode import ClipEncoder, EncoderSettings, partial_path
 from rushes_worker.media.errors import InvalidClip, MediaError
+from rushes_worker.media.validate import validate_clip
 from support.media import (
     SAMPLE_RATE,
     box_order,
@@ -144,7 +148,7 @@ class TestFile:
 
     def test_same_input_gives_the_same_bytes(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
-        frames = rng.integers(0, 256, (24, 256, 256, 3), np.uint8)
+        frames = moving_frames(24, 512, 512) ^ rng.integers(0, 16, (24, 512, 512, 3), np.uint8)
         audio = rng.uniform(-0.5, 0.5, (2, num_samples(24))).astype(np.float32)
         files = {make_clip(tmp_path / f"{i}.mp4", frames, audio).read_bytes() for i in range(3)}
         assert len(files) == 1
@@ -175,6 +179,29 @@ class TestFile:
             assert not path.exists()
             clip.finish()
         assert list(tmp_path.iterdir()) == [path]
+
+    @pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.01, 0.03])
+    def test_a_writer_killed_at_any_moment_leaves_a_valid_clip_or_none(self, tmp_path: Path, delay: float) -> None:
+        path = tmp_path / "clip.mp4"
+        frames, audio = tmp_path / "frames.npy", tmp_path / "audio.npy"
+        np.save(frames, moving_frames(124, 128, 128))
+        np.save(audio, tone(124))
+        script = (
+            "import sys, pathlib, numpy\n"
+            "from rushes_worker.media.encode import ClipEncoder\n"
+            "path, frames, audio = map(pathlib.Path, sys.argv[1:])\n"
+            "encoder = ClipEncoder(path, width=128, height=128, num_frames=124)\n"
+            "encoder.add_frames(numpy.load(frames))\n"
+            "encoder.finish(numpy.load(audio))\n"
+        )
+        writer = subprocess.Popen([sys.executable, "-c", script, str(path), str(frames), str(audio)])
+        while not partial_path(path).exists() and writer.poll() is None:
+            sleep(0.0005)
+        sleep(delay)
+        writer.kill()
+        writer.wait()
+        if path.exists():
+            validate_clip(path, width=128, height=128, num_frames=124)
 
     def test_facts_are_known_after_finish(self, tmp_path: Path) -> None:
         with encoder(tmp_path / "clip.mp4") as clip:
