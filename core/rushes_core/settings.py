@@ -91,8 +91,8 @@ class Settings(BaseSettings):
 
     encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z]+$")] = "superfast"
     """libx264 preset."""
-    encoder_crf: Annotated[int, Field(ge=0, le=51)] = 20
-    """libx264 constant rate factor; lower is better and larger."""
+    encoder_crf: Annotated[int, Field(ge=1, le=51)] = 20
+    """libx264 constant rate factor, 1 to 51; lower is better and larger."""
     audio_bitrate: Annotated[int, Field(ge=32_000, le=320_000)] = 144_000
     """Bits per second of the AAC track."""
 
