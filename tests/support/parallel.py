@@ -1,4 +1,4 @@
-"""Ranks as real processes: one gloo group on this machine, gone when the call returns."""
+"""Ranks as real processes: one group on this machine, gone when the call returns."""
 
 import tempfile
 import time
@@ -12,8 +12,10 @@ from rushes_worker.parallel import SequenceParallel
 from torch import multiprocessing
 
 
-def run_ranks(body: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
-    """Call `body(parallel, *arguments)` in `size` fresh processes.
+def run_ranks(
+    body: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu", timeout_seconds: float = 120
+) -> list[Any]:
+    """Call `body(parallel, *arguments)` in `size` fresh processes, on the CPU with gloo or on a GPU each with NCCL.
 
     `body` lives in a module under tests/support, so that the processes can import it.
 
@@ -25,7 +27,7 @@ def run_ranks(body: Callable[..., Any], size: int, *arguments: Any, timeout_seco
         TimeoutError: the ranks did not end in time; all are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(_rank, (body, size, folder, arguments), nprocs=size, join=False)
+        context = multiprocessing.spawn(_rank, (body, size, device, folder, arguments), nprocs=size, join=False)
         deadline = time.monotonic() + timeout_seconds
         try:
             while not context.join(timeout=1):
@@ -38,9 +40,12 @@ def run_ranks(body: Callable[..., Any], size: int, *arguments: Any, timeout_seco
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
 
 
-def _rank(rank: int, body: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, body: Callable[..., Any], size: int, device: str, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    parallel = SequenceParallel.connect(rank, size, "cpu", init_method=f"file://{folder}/rendezvous")
+    if device == "cuda":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+    parallel = SequenceParallel.connect(rank, size, device, init_method=f"file://{folder}/rendezvous")
     with torch.inference_mode():
         result = body(parallel, *arguments)
     torch.save(result, Path(folder, f"{rank}.pt"))

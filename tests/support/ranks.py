@@ -39,23 +39,25 @@ def denoise(
         weights,
         schedule=schedule,
         sparsity=sparsity,
-        device="cpu",
+        device=parallel.device,
         dtype=torch.float32,
         parallel=parallel,
     )
-    return [_denoise_one(transformer, schedule, clip, steps) for clip in clips], weights.read
+    return [_denoise_one(transformer, schedule, clip, steps, parallel.device) for clip in clips], weights.read
 
 
-def _denoise_one(transformer: Transformer, schedule: Schedule, clip: Clip, steps: int) -> tuple[Tensor, Tensor]:
+def _denoise_one(
+    transformer: Transformer, schedule: Schedule, clip: Clip, steps: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     config = tiny_config()
-    sequence = PackedSequence.build(config, **clip.shape)
-    text_rows = transformer.refine(clip.text_embeds(config))
-    audio, video = clip.latent_rows(config)
+    sequence = PackedSequence.build(config, **clip.shape, device=device)
+    text_rows = transformer.refine(clip.text_embeds(config).to(device))
+    audio, video = (rows.to(device) for rows in clip.latent_rows(config))
     for step in range(schedule.num_steps - steps, schedule.num_steps):
         audio_velocity, video_velocity = transformer.forward(step, text_rows, audio, video, sequence)
         audio = schedule.audio.step(step, audio, audio_velocity)
         video = schedule.video.step(step, video, video_velocity)
-    return audio, video
+    return audio.cpu(), video.cpu()
 
 
 def exercise_collectives(parallel: SequenceParallel, num_rows: int) -> dict[str, Any]:
@@ -63,14 +65,15 @@ def exercise_collectives(parallel: SequenceParallel, num_rows: int) -> dict[str,
     heads, dim = 2 * parallel.size, 3
     whole = torch.arange(num_rows * heads * dim, dtype=torch.float32).view(num_rows, heads, dim)
     own_rows, own_heads = parallel.own_rows(num_rows), parallel.own_heads(heads)
-    mine = torch.full((4,), float(parallel.rank))
+    mine = torch.full((4,), float(parallel.rank), device=parallel.device)
+    here = whole.to(parallel.device)
     return {
-        "gathered": parallel.gather_rows(whole.flatten(1)[own_rows], num_rows),
-        "traded": parallel.heads_to_rows(whole[:, own_heads].contiguous()),
+        "gathered": parallel.gather_rows(here.flatten(1)[own_rows], num_rows).cpu(),
+        "traded": parallel.heads_to_rows(here[:, own_heads].contiguous()).cpu(),
         "expected_trade": whole.flatten(1)[own_rows],
         "whole": whole.flatten(1),
-        "broadcast": parallel.broadcast(mine.clone(), 1),
-        "passed_on": parallel.pass_on(mine),
+        "broadcast": parallel.broadcast(mine.clone(), 1).cpu(),
+        "passed_on": parallel.pass_on(mine).cpu(),
         "any": [parallel.any(False), parallel.any(parallel.rank == 1)],
     }
 

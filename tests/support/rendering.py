@@ -57,7 +57,7 @@ def render_on_rank(
     parallel: SequenceParallel, checkpoint: Path, requests: Sequence[RenderRequest]
 ) -> list[RecordingReporter]:
     """What one rank of a group reports of each request."""
-    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device="cpu")
+    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device=str(parallel.device))
     reporters = []
     for one in requests:
         reporter = RecordingReporter()
@@ -68,7 +68,7 @@ def render_on_rank(
 
 def fail_on_rank(parallel: SequenceParallel, checkpoint: Path, broken_rank: int) -> list[str]:
     """Spoil the video VAE of one rank, then its audio VAE; returns the errors that this rank saw."""
-    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device="cpu")
+    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device=str(parallel.device))
     errors = []
     for name in ("_video_vae", "_audio_vae"):
         decoder = getattr(pipeline, name)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from rushes_core.contract import InferenceContract
 from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.checkpoint.manifest import transformer_tensors
 from torch import Tensor
 
 RUNGS = (999, 874, 749, 624, 500, 375, 250, 125)
@@ -51,6 +52,19 @@ def tiny_config(**changes: Any) -> TransformerConfig:
 
 def tiny_contract(*, video_shift: float = 10.0, audio_shift: float = 3.0, **changes: Any) -> InferenceContract:
     return replace(_CONTRACT, video_scheduler_shift=video_shift, audio_scheduler_shift=audio_shift, **changes)
+
+
+def random_weights(config: TransformerConfig, seed: int = 0) -> dict[str, Tensor]:
+    """A student's tensors in fp32: products keep the size of what they are given, norms are near but not at 1."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, spec in transformer_tensors(config).items():
+        tensor = torch.randn(spec.shape, generator=generator)
+        if len(spec.shape) > 1:
+            tensors[name] = tensor * spec.shape[1] ** -0.5
+        else:
+            tensors[name] = 0.3 * tensor + float("norm" in name and not name.startswith("norm_out.linear"))
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)

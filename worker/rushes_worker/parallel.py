@@ -17,6 +17,9 @@ from torch import Tensor
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# torch 2.13 renamed it; the new name is the one that does not warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class SequenceParallel:
     """This rank's place among the ranks of a replica, and the collectives between them.
@@ -93,7 +96,7 @@ class SequenceParallel:
         run = -(-num_rows // self.size)
         padded_rC = F.pad(x_sC, (0, 0, 0, run - len(x_sC)))
         whole = x_sC.new_empty(self.size * run, x_sC.shape[1])
-        dist.all_gather_into_tensor(whole, padded_rC, group=self._group)
+        _all_gather(whole, padded_rC, group=self._group)
         return whole[:num_rows]
 
     def heads_to_rows(self, x_ShD: Tensor) -> Tensor:

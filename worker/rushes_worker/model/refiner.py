@@ -47,7 +47,7 @@ class RefinerBlock:
         q_LHD, k_LHD, v_LHD = self._attention.project(rms_norm(x_LC, self._norm1, self._config.norm_eps))
         q_LHD = rms_norm(q_LHD, self._attention.norm_q, self._config.qk_norm_eps)
         k_LHD = rms_norm(k_LHD, self._attention.norm_k, self._config.qk_norm_eps)
-        heads_first = (x.transpose(0, 1)[None] for x in (q_LHD, k_LHD, v_LHD))
-        attended = F.scaled_dot_product_attention(*heads_first)[0]
-        x_LC = x_LC + F.linear(rearrange(attended, "h l d -> l (h d)"), self._attention.to_out)
+        q_1HLD, k_1HLD, v_1HLD = (x.transpose(0, 1)[None] for x in (q_LHD, k_LHD, v_LHD))
+        attended_1HLD = F.scaled_dot_product_attention(q_1HLD, k_1HLD, v_1HLD)
+        x_LC = x_LC + F.linear(rearrange(attended_1HLD, "1 h l d -> l (h d)"), self._attention.to_out)
         return x_LC + self._feed_forward(rms_norm(x_LC, self._norm2, self._config.norm_eps))
