@@ -10,7 +10,7 @@ import httpx
 from rushes_core.errors import RushesError
 
 from rushes_cli.local import LocalRushes, Parts
-from rushes_cli.signals import Interrupted, interruptible
+from rushes_cli.signals import Interrupted, end_with_parent, interruptible
 from rushes_cli.stack.ports import free_port
 from rushes_cli.terminal import ProgressLine, say
 
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
             interruptible(),
             LocalRushes(arguments.state, Parts(free_port(), arguments.layout, arguments.device)) as rushes,
         ):
+            if arguments.end_with_parent:
+                end_with_parent()
             _demonstrate(rushes, arguments)
     except Interrupted as interruption:
         say("interrupted; everything is stopped")

@@ -91,6 +91,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: cpu")
     demo.set_defaults(run=_run("rushes_cli.demo"))
 
+    for command in (up, demo):
+        command.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+
     api = commands.add_parser("api", help="run the HTTP API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     api.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}")

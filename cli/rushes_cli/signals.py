@@ -1,10 +1,13 @@
 """Ctrl-C, SIGTERM and SIGHUP end a command once and in order; none of them can cut its cleaning up short."""
 
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,6 +56,11 @@ def deferred() -> Iterator[None]:
             signal.signal(number, handler)
         if pending:
             signal.raise_signal(pending[0])
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the process that started this one ends, so that killing `make up` ends what it runs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ import httpx
 
 from rushes_cli.local import LocalRushes, Parts, check_port_is_free
 from rushes_cli.main import DEFAULT_PORT
-from rushes_cli.signals import Interrupted, interruptible
+from rushes_cli.signals import Interrupted, end_with_parent, interruptible
 from rushes_cli.stack.ports import free_port
 from rushes_cli.terminal import say
 
@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until a signal, which is the normal end, or until a part dies, which raises StackError."""
     try:
         with interruptible():
+            if arguments.end_with_parent:
+                end_with_parent()
             _serve(arguments)
     except Interrupted:
         say("stopped")

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Resolves requirements/cpu.lock: every package that the CPU set-up needs, at one version, with hashes.
+#
+# FIND_LINKS  directory or page that has the CPU build of torch (default: PyTorch's CPU index)
+set -eu
+cd "$(dirname "$0")/.."
+FIND_LINKS=${FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}
+command -v uv >/dev/null || { echo "make lock needs uv: pip install uv" >&2; exit 1; }
+
+# uv prefers what an existing output pins
+rm -f requirements/cpu.lock
+uv pip compile pyproject.toml requirements/cpu.in \
+    --extra api --extra worker --extra local --extra dev \
+    --python-version 3.11 --find-links "$FIND_LINKS" \
+    --generate-hashes --no-emit-find-links --no-emit-index-url --no-header \
+    --output-file requirements/cpu.lock
