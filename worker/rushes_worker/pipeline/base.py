@@ -37,7 +37,7 @@ class Reporter(Protocol):
         ...
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
-        """Hand over the finished frames of temporal unit `unit`: uint8 [f, H, W, 3], RGB. Units may finish in any order."""
+        """Hand over the finished frames of temporal unit `unit`: uint8 [f, H, W, 3], RGB. Units come in any order."""
         ...
 
     def audio(self, samples: np.ndarray) -> None:
@@ -56,4 +56,6 @@ class Pipeline(Protocol):
 class PipelineFactory(Protocol):
     """Builds the pipeline of one rank; named `module:callable` in the settings."""
 
-    def __call__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> Pipeline: ...
+    def __call__(
+        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()
+    ) -> Pipeline: ...
