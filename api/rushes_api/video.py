@@ -21,10 +21,11 @@ Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "e
 
 
 class VideoError(BaseModel):
-    """Why a job ended without a clip."""
+    """Why a job ended without a clip, and in which phase if it ran."""
 
     code: str
     message: str
+    stage: str | None
 
 
 class ProgressDetail(BaseModel):
@@ -162,7 +163,12 @@ def _unix(time: datetime) -> int:
 def _error_of(job: Job) -> VideoError | None:
     if job.error is None:
         return None
-    return VideoError(code=str(job.error.get("code", "generation_failed")), message=str(job.error.get("message", "")))
+    stage = job.error.get("stage")
+    return VideoError(
+        code=str(job.error.get("code", "generation_failed")),
+        message=str(job.error.get("message", "")),
+        stage=None if stage is None else str(stage),
+    )
 
 
 def _metadata_of(request: dict[str, Any]) -> dict[str, str]:
@@ -186,12 +192,13 @@ def _seconds(start: datetime, end: datetime) -> float:
 
 def _output_of(job: Job) -> Output:
     result = job.result or {}
+    seconds = float(result.get("duration_seconds", Clip(job.num_frames).duration_seconds))
     return Output(
-        num_frames=job.num_frames,
-        duration_seconds=round(Clip(job.num_frames).duration_seconds, 3),
+        num_frames=int(result.get("num_frames", job.num_frames)),
+        duration_seconds=round(seconds, 3),
         fps=FPS,
-        has_audio=True,
-        audio_sample_rate=AUDIO_SAMPLE_RATE,
+        has_audio=bool(result.get("has_audio", True)),
+        audio_sample_rate=int(result.get("audio_sample_rate", AUDIO_SAMPLE_RATE)),
         bytes=result.get("bytes"),
         sha256=result.get("sha256"),
         content_type=CONTENT_TYPE,

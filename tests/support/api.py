@@ -1,9 +1,19 @@
-"""The API in process: its settings, a client that sends the key, and bodies of every kind."""
+"""The API in tests: settings without servers, multipart bodies, and a stand-in for the worker."""
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.models import Job
 from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore, result_key
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
 
 API_KEY = "test-key-0123456789"
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
@@ -41,3 +51,95 @@ def multipart(
             data,
         )
     return body + f"--{boundary}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+
+
+class JobDriver:
+    """Moves jobs as a worker would, through the same statements, without one."""
+
+    OWNER = "test:1"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine = create_sync_engine(settings, pool_size=2)
+        self.store = ObjectStore(settings)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def row(self, job_id: str) -> Job | None:
+        """The row as another connection sees it: only what is committed."""
+        with Session(self.engine, expire_on_commit=False) as session:
+            return session.get(Job, job_id)
+
+    def num_rows(self) -> int:
+        with Session(self.engine) as session:
+            return session.execute(select(func.count()).select_from(Job)).scalar_one()
+
+    def claim(self, job_id: str) -> Job:
+        """Claim this job, whatever else is queued."""
+        with self._transaction() as session:
+            first = datetime.now(UTC) - timedelta(days=1)
+            job = session.execute(update(Job).where(Job.id == job_id).values(run_at=first, priority=0).returning(Job))
+            claim = jobs.claim(model=job.scalar_one().model, owner=self.OWNER, lease_seconds=60)
+            claimed = session.execute(claim).scalar_one()
+        assert claimed.id == job_id
+        return claimed
+
+    def start(self, job_id: str) -> Job:
+        fence = self._fence(self.claim(job_id))
+        with self._transaction() as session:
+            return session.execute(jobs.start(job_id, fence=fence, lease_seconds=60)).scalar_one()
+
+    def report(self, job: Job, *, phase: str, completed_steps: int, progress: int) -> None:
+        with self._transaction() as session:
+            session.execute(
+                jobs.report(
+                    job.id,
+                    fence=self._fence(job),
+                    phase=phase,
+                    completed_steps=completed_steps,
+                    progress=progress,
+                )
+            )
+
+    def complete(self, job_id: str, data: bytes, tmp: Path, *, is_stored: bool = True) -> Job:
+        """Run the job to its end with `data` for a clip; `is_stored` False: the object is lost afterwards."""
+        job = self.start(job_id)
+        key = result_key(job.project, job.id, job.attempt, self._fence(job))
+        sha256 = hashlib.sha256(data).hexdigest()
+        if is_stored:
+            path = tmp / f"{job_id}.mp4"
+            path.write_bytes(data)
+            self.store.put_file(key, path, content_type="video/mp4", sha256=sha256)
+        result = {"bucket": self.store.bucket, "key": key, "bytes": len(data), "sha256": sha256}
+        with self._transaction() as session:
+            statement = jobs.complete(job_id, fence=self._fence(job), result=result, timings={"denoising": 1.5})
+            return session.execute(statement).scalar_one()
+
+    def fail(self, job_id: str, *, code: str, message: str) -> Job:
+        job = self.start(job_id)
+        with self._transaction() as session:
+            error = {"code": code, "message": message, "stage": "decoding"}
+            return session.execute(jobs.fail(job_id, fence=self._fence(job), error=error)).scalar_one()
+
+    def lose(self, job_id: str) -> Job:
+        """Lose the worker under the running job, so that it waits again."""
+        job = self.start(job_id)
+        with self._transaction() as session:
+            statement = jobs.retry_or_fail(job_id, fence=self._fence(job), error=jobs.LEASE_LOST, crashed=True)
+            return session.execute(statement).scalar_one()
+
+    def report_replica(self, *, model: str, state: str) -> None:
+        with self._transaction() as session:
+            values = {"pool": "default", "layout": "r1s1", "device": "cpu", "epoch": 1}
+            session.execute(jobs.upsert_replica(self.OWNER, model=model, state=state, **values))
+
+    @staticmethod
+    def _fence(job: Job) -> int:
+        assert job.fence is not None
+        return job.fence
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Session]:
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            yield session
