@@ -199,7 +199,7 @@ class _Attempt:
             if self._runner.stopping.grace_is_over:
                 raise Halted(Halt.STOPPING)
             try:
-                reports = group.wait(self._tick(), media, self._runner.wake)
+                reports = group.wait(self._tick(), self._runner.wake)
             except GroupLost as lost:
                 # silence after an error means that the other ranks hang in step with the one that raised it
                 raise (lost if lost.rank is not None else _first_error(outcomes) or lost) from None

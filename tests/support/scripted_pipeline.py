@@ -1,0 +1,125 @@
+"""A pipeline without a model: deterministic frames and sound, and faults that the prompt asks for.
+
+Directives stand in brackets anywhere in the prompt; each may end in `on attempt N` and is ignored on other attempts:
+
+    [step 0.2]                 every denoise step takes 0.2 s
+    [sleep 2]                  encoding takes 2 s in one piece
+    [die rank 1 at step 3]     that rank kills itself before that step
+    [hang at step 3]           every rank sleeps for good
+    [invalid] [value error] [generation error] [raise]    what is raised, by every rank, after the first step
+    [raise rank 1]             a bug on one rank only
+    [nan]                      the sound is not finite
+    [blank]                    one flat colour and silence, which no valid clip is
+    [missing unit]             the last unit is never handed over
+
+`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail.
+"""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest
+from rushes_worker.pipeline.base import RenderRequest, Reporter
+
+NUM_STEPS = 8
+_UNIT_FRAMES = 17
+_DIRECTIVE = re.compile(r"\[([a-z ]+?)((?: [0-9.]+)?)((?: rank \d+)?)((?: at step \d+)?)((?: on attempt \d+)?)\]")
+
+
+class ScriptedPipeline:
+    """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
+
+    def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
+        self._rank = rank
+        self._sp = sp
+        time.sleep(float(os.environ.get("SCRIPTED_LOAD_SECONDS", "0")))
+        if error := os.environ.get("SCRIPTED_LOAD_ERROR"):
+            raise CheckpointError(f"{checkpoint}: {error}")
+
+    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+        script = _Script(request, self._rank)
+        clip = Clip(request.num_frames)
+        reporter.progress("encoding")
+        time.sleep(script.seconds("sleep"))
+        for step in range(1, NUM_STEPS + 1):
+            reporter.checkpoint()
+            script.meet_fate(step)
+            time.sleep(script.seconds("step"))
+            reporter.progress("denoising", step)
+        reporter.progress("decoding")
+        self._decode(request, reporter, script, clip.num_units)
+        if self._rank == 0:
+            reporter.audio(_sound(request, clip, script))
+
+    def _decode(self, request: RenderRequest, reporter: Reporter, script: "_Script", num_units: int) -> None:
+        """Deal the units out to the ranks in rounds, with a boundary before each round."""
+        for start in range(0, num_units, self._sp):
+            reporter.checkpoint()
+            unit = start + self._rank
+            last = num_units - 1
+            if unit <= last and not (unit == last and script.has("missing unit")):
+                first = unit * _UNIT_FRAMES
+                end = request.num_frames if unit == last else first + _UNIT_FRAMES
+                reporter.frames(unit, frames(request, first, end, flat=script.has("blank")))
+
+
+def frames(request: RenderRequest, first: int, end: int, *, flat: bool = False) -> np.ndarray:
+    """Frames `first` to `end` of the clip, uint8 [f, H, W, 3]: a coloured wave that the seed starts and that moves."""
+    time_f = np.arange(first, end).reshape(-1, 1, 1)
+    y_H = np.arange(request.height).reshape(1, -1, 1)
+    x_W = np.arange(request.width).reshape(1, 1, -1)
+    wave = np.sin(0.1 * (x_W + y_H + 2 * time_f) + request.seed % 97) * (0 if flat else 100) + 128
+    return np.repeat(wave[..., None], 3, axis=-1).astype(np.uint8)
+
+
+def _sound(request: RenderRequest, clip: Clip, script: "_Script") -> np.ndarray:
+    time_N = np.arange(clip.num_audio_samples) / AUDIO_SAMPLE_RATE
+    tone = 0.0 if script.has("blank") else 0.2
+    sound = (tone * np.sin(2 * np.pi * (220 + request.seed % FPS) * time_N)).astype(np.float32)
+    if script.has("nan"):
+        sound[-1] = np.nan
+    return np.stack([sound, sound])
+
+
+class _Script:
+    """The directives of one prompt that concern this attempt and this rank."""
+
+    def __init__(self, request: RenderRequest, rank: int) -> None:
+        self._directives: dict[str, tuple[float, int]] = {}
+        for name, number, on_rank, at_step, on_attempt in _DIRECTIVE.findall(request.prompt):
+            if on_attempt and int(on_attempt.split()[-1]) != request.attempt:
+                continue
+            if on_rank and int(on_rank.split()[-1]) != rank:
+                continue
+            self._directives[name] = (float(number or 0), int(at_step.split()[-1]) if at_step else 1)
+
+    def has(self, name: str) -> bool:
+        return name in self._directives
+
+    def seconds(self, name: str) -> float:
+        return self._directives.get(name, (0.0, 0))[0]
+
+    def meet_fate(self, step: int) -> None:
+        for name, (_, at_step) in self._directives.items():
+            if at_step == step:
+                self._meet(name)
+
+    def _meet(self, name: str) -> None:
+        if name == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "hang":
+            time.sleep(3600)
+        elif name == "invalid":
+            raise InvalidRequest("the prompt asks for a refusal")
+        elif name == "value error":
+            raise ValueError("bad reference")
+        elif name == "generation error":
+            raise GenerationError("the latents are not finite", stage="denoising")
+        elif name == "raise":
+            raise RuntimeError("a bug")

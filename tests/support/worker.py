@@ -1,0 +1,224 @@
+"""Workers for tests: real processes on the scripted pipeline, and the jobs that they run.
+
+`python -m support.worker LAYOUT` runs one.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.ids import new_video_id
+from rushes_core.models import Job, JobAttempt, JobEvent, Replica
+from rushes_core.settings import Settings, get_settings
+from rushes_core.states import FINAL_STATES, JobState
+from rushes_worker.child import settings_environment
+from rushes_worker.launcher import run
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
+
+T = TypeVar("T")
+
+MODEL = "fasth3-scripted"
+SCRIPTED = "support.scripted_pipeline:ScriptedPipeline"
+NUM_FRAMES = 107
+SIZE = 64
+TESTS = Path(__file__).parents[1]
+
+
+def write_contract(path: Path) -> Path:
+    """A directory with the JSON files that the control plane reads of a checkpoint, and no weights."""
+    contract = {
+        "schema_version": "fasth3-inference-contract-v1",
+        "model_id": MODEL,
+        "task": "t2av",
+        "attention_backend": "VIDEO_SPARSE_ATTN_H3",
+        "vsa_sparsity": 0.9,
+        "vsa_tile_size": 64,
+        "dmd_denoising_steps": [1000, 875, 750, 625, 500, 375, 250, 125],
+        "transformer_forwards": 8,
+        "num_inference_steps": 9,
+        "guidance_scale": 1.0,
+    }
+    path.mkdir(parents=True)
+    (path / "fastvideo_inference.json").write_text(json.dumps(contract))
+    for folder, shift in (("scheduler", 12.0), ("audio_scheduler", 12.0)):
+        (path / folder).mkdir()
+        config = {"_class_name": "MiniMaxH3Scheduler", "shift": shift}
+        (path / folder / "scheduler_config.json").write_text(json.dumps(config))
+    return path
+
+
+def eventually(question: Callable[[], T], *, seconds: float = 60.0) -> T:
+    """The first true answer to `question`; the test fails when there is none in `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := question()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still {answer!r} after {seconds:g} s")
+        time.sleep(0.05)
+    return answer
+
+
+class Jobs:
+    """The job table as a client and an operator would use it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._engine = create_sync_engine(settings, pool_size=2)
+
+    def add(self, prompt: str = "a wave", **values: Any) -> str:
+        """A queued job; its id."""
+        columns = {
+            "id": new_video_id(),
+            "project": "default",
+            "model": MODEL,
+            "prompt": prompt,
+            "seed": 7,
+            "width": SIZE,
+            "height": SIZE,
+            "num_frames": NUM_FRAMES,
+            "request": {},
+            "max_attempts": 3,
+        }
+        return self._one(jobs.create(**(columns | values))).id
+
+    def get(self, job_id: str) -> Job:
+        with Session(self._engine, expire_on_commit=False) as session:
+            return session.get_one(Job, job_id)
+
+    def cancel(self, job_id: str) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(update(Job).where(Job.id == job_id).values(cancel_requested_at=func.now()))
+
+    def delete(self, job_id: str) -> None:
+        self._one(jobs.delete_job(job_id, project="default"))
+
+    def steal(self, job_id: str) -> None:
+        """Give a held job another fence, as a claim after its lease ran out would."""
+        with self._engine.begin() as connection:
+            connection.execute(update(Job).where(Job.id == job_id).values(fence=Job.fence + 1000))
+
+    def attempts(self, job_id: str) -> Sequence[JobAttempt]:
+        with Session(self._engine, expire_on_commit=False) as session:
+            return session.scalars(jobs.attempts(job_id)).all()
+
+    def states(self, job_id: str) -> list[str]:
+        """Every state that the job has been in, in order."""
+        with Session(self._engine) as session:
+            events = select(JobEvent.new_state).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
+            return list(session.scalars(events))
+
+    def replicas(self) -> list[Replica]:
+        with Session(self._engine, expire_on_commit=False) as session:
+            return list(session.scalars(select(Replica).where(Replica.state != "stopped").order_by(Replica.id)))
+
+    def all_replicas(self) -> list[Replica]:
+        with Session(self._engine, expire_on_commit=False) as session:
+            return list(session.scalars(select(Replica).order_by(Replica.started_at)))
+
+    def wait_for(self, job_id: str, *states: JobState, seconds: float = 60.0) -> Job:
+        """The job once it is in one of `states`."""
+        return eventually(lambda: job if (job := self.get(job_id)).state in states else None, seconds=seconds)
+
+    def wait_completed(self, job_id: str) -> Job:
+        job = self.wait_for(job_id, *FINAL_STATES)
+        assert job.state == JobState.COMPLETED, job.error
+        return job
+
+    def wait_ready(self, count: int = 1) -> list[Replica]:
+        """The replicas once `count` of them are ready."""
+
+        def ready() -> list[Replica] | None:
+            found = [replica for replica in self.replicas() if replica.state == "ready"]
+            return found if len(found) >= count else None
+
+        return eventually(ready)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _one(self, statement: ReturningInsert[Job] | ReturningUpdate[Job]) -> Job:
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            return session.scalars(statement).one()
+
+
+class Worker:
+    """A running `rushes worker`; what it still runs when the test ends is killed with it."""
+
+    def __init__(self, settings: Settings, log: Path, *, layout: str = "r1s1", env: dict[str, str] | None = None) -> None:
+        self.log = log
+        environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "support.worker", layout],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            print(self.log.read_text())
+        if self._process.poll() is None:
+            # its supervisors, ranks and media processes end with it
+            self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, *, seconds: float = 60.0) -> int:
+        return self._process.wait(seconds)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log records of event `name` so far."""
+        return [record for record in self._records() if record.get("event") == name]
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for line in self.log.read_text().splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
+
+    @property
+    def supervisor_pids(self) -> list[int]:
+        return children(self._process.pid)
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    return [number for number, parent in _parents().items() if parent == pid]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not."""
+    return pid in _parents()
+
+
+def _parents() -> dict[int, int]:
+    """Every running process with its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] not in "ZX":
+            found[int(path.parent.name)] = int(fields[1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(run(get_settings(), layout=sys.argv[1], device="cpu"))
