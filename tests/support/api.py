@@ -1,11 +1,15 @@
 """The API in tests: settings without servers, multipart bodies, and a stand-in for the worker."""
 
 import hashlib
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
@@ -14,6 +18,7 @@ from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore, result_key
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
+from support.stack import settings_env
 
 API_KEY = "test-key-0123456789"
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
@@ -143,3 +148,34 @@ class JobDriver:
     def _transaction(self) -> Iterator[Session]:
         with Session(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+
+class ApiProcess:
+    """The API as it is run in production: a uvicorn process of its own, on a socket that listens before it starts."""
+
+    def __init__(self, settings: Settings, log: Path) -> None:
+        self.log = log
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        fd = self._listener.fileno()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "uvicorn", "--factory", "rushes_api.app:create_app", "--fd", str(fd)],
+                env=os.environ | settings_env(settings),
+                pass_fds=[fd],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.close()

@@ -1,0 +1,148 @@
+"""What the API answers while a server behind it is missing, frozen or not set up; it never hangs and never breaks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from rushes_api import app as app_module
+from rushes_api import readiness
+from rushes_api.app import create_app
+from rushes_core.ids import new_video_id
+from rushes_core.settings import Settings
+from sqlalchemy import make_url
+from starlette.testclient import TestClient
+from support.api import API_KEY, AUTHORIZED, JobDriver, offline_settings
+from support.checkpoints import tiny_checkpoint
+from support.proxy import FreezableProxy
+from support.stack import SharedStack, libpq_url
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("outage"))
+
+
+@pytest.fixture
+def api_settings(stack: SharedStack, checkpoint: Path) -> Settings:
+    return stack.settings(checkpoint=checkpoint, api_key=API_KEY)
+
+
+def started(settings: Settings) -> TestClient:
+    return TestClient(create_app(settings), headers=AUTHORIZED)
+
+
+def checks(client: TestClient, status: int) -> dict[str, str]:
+    response = client.get("/readyz")
+    assert response.status_code == status, response.text
+    if status == 503:
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert response.json()["error"]["code"] == "not_ready"
+    found: dict[str, str] = response.json()["checks"]
+    return found
+
+
+def every_video_route(client: TestClient) -> Iterator[Any]:
+    video_id = new_video_id()
+    yield client.post("/v1/videos", json={"prompt": "a dog"})
+    yield client.get("/v1/videos")
+    yield client.get(f"/v1/videos/{video_id}")
+    yield client.get(f"/v1/videos/{video_id}/content")
+    yield client.delete(f"/v1/videos/{video_id}")
+
+
+class TestReadiness:
+    def test_a_replica_of_the_served_model_makes_it_ready(self, api_settings: Settings) -> None:
+        driver = JobDriver(api_settings)
+        with started(api_settings) as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+            assert checks(client, 503)["workers"] == f"no replica is ready for model {model}"
+            driver.report_replica(model="another", state="ready")
+            assert checks(client, 503)["workers"] != "ok"
+            driver.report_replica(model=model, state="starting")
+            assert checks(client, 503)["workers"] != "ok"
+            driver.report_replica(model=model, state="busy")
+            assert set(checks(client, 200).values()) == {"ok"}
+        driver.close()
+
+    def test_a_missing_bucket_is_named(self, api_settings: Settings) -> None:
+        with started(api_settings.model_copy(update={"s3_bucket": "no-such-bucket"})) as client:
+            assert "no-such-bucket" in checks(client, 503)["storage"]
+
+    def test_liveness_depends_on_nothing(self, checkpoint: Path) -> None:
+        with started(offline_settings(checkpoint)) as client:
+            found = checks(client, 503)
+            assert found["database"] == "cannot be reached"
+            assert found["storage"].endswith("cannot be reached")
+            assert client.get("/healthz").status_code == 200
+            assert client.get("/v1/models").status_code == 200
+
+
+def test_without_postgres_every_route_says_so(checkpoint: Path) -> None:
+    with started(offline_settings(checkpoint)) as client:
+        for response in every_video_route(client):
+            assert response.status_code == 503
+            error = response.json()["error"]
+            assert error["code"] == "database_unavailable"
+            assert "127.0.0.1" not in response.text
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+            assert response.headers["x-should-retry"] == "true"
+
+
+def test_without_migrations_every_route_says_so(
+    stack: SharedStack, stack_env: dict[str, str], checkpoint: Path
+) -> None:
+    with psycopg.connect(libpq_url(stack_env, database="postgres"), autocommit=True) as connection:
+        connection.execute("CREATE DATABASE blank")
+    url = make_url(stack_env["RUSHES_DATABASE_URL"]).set(database="blank").render_as_string(hide_password=False)
+    with started(stack.settings(checkpoint=checkpoint, api_key=API_KEY, database_url=url)) as client:
+        assert "run the migrations" in checks(client, 503)["migrations"]
+        for response in every_video_route(client):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "maintenance"
+
+
+def test_a_frozen_postgres_does_not_hold_clients(api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "ANSWER_WITHIN_SECONDS", 0.5)
+    monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
+    url = make_url(api_settings.database_url)
+    assert url.host is not None
+    assert url.port is not None
+    with FreezableProxy(url.host, url.port) as proxy:
+        relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        with started(api_settings.model_copy(update={"database_url": relayed})) as client:
+            video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+            proxy.freeze()
+            for response in (client.get(f"/v1/videos/{video_id}"), client.post("/v1/videos", json={"prompt": "a dog"})):
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] in ("timeout", "database_unavailable")
+            assert "did not answer" in checks(client, 503)["database"]
+            assert client.get("/healthz").status_code == 200
+            proxy.thaw()
+            assert client.get(f"/v1/videos/{video_id}").status_code == 200
+
+
+def test_a_frozen_store_does_not_hold_clients(
+    api_settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(app_module, "ANSWER_WITHIN_SECONDS", 0.5)
+    monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
+    store = make_url(api_settings.s3_endpoint_url)
+    assert store.host is not None
+    assert store.port is not None
+    driver = JobDriver(api_settings)
+    with FreezableProxy(store.host, store.port) as proxy:
+        relayed = api_settings.model_copy(update={"s3_endpoint_url": f"http://127.0.0.1:{proxy.port}"})
+        with started(relayed) as client:
+            video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+            driver.complete(video_id, b"clip", tmp_path)
+            content = f"/v1/videos/{video_id}/content"
+            assert client.get(content).content == b"clip"
+            proxy.freeze()
+            assert client.get(content).status_code == 503
+            assert "did not answer" in checks(client, 503)["storage"]
+            assert client.get(f"/v1/videos/{video_id}").json()["status"] == "completed"
+            proxy.thaw()
+            assert client.get(content).content == b"clip"
+    driver.close()

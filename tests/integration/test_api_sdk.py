@@ -1,0 +1,169 @@
+"""The API as its own process, driven by the official SDK and by plain HTTP."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from rushes_core.settings import Settings
+from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver
+from support.checkpoints import tiny_checkpoint
+from support.stack import SharedStack
+
+# the SDK marks its own videos resource so
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+CLIP = random.Random(8).randbytes(300_000)
+
+
+@pytest.fixture(scope="module")
+def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("sdk"))
+    return stack.settings(checkpoint=checkpoint, api_key=API_KEY, api_max_body_bytes=100_000)
+
+
+@pytest.fixture(scope="module")
+def server(api_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiProcess]:
+    with ApiProcess(api_settings, tmp_path_factory.mktemp("server") / "api.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sdk(server: ApiProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, timeout=30) as sdk:
+        yield sdk
+
+
+@pytest.fixture(scope="module")
+def http(server: ApiProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers=AUTHORIZED, timeout=30) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def driver(api_settings: Settings) -> Iterator[JobDriver]:
+    driver = JobDriver(api_settings)
+    yield driver
+    driver.close()
+
+
+class TestSdk:
+    def test_a_session(self, sdk: OpenAI, driver: JobDriver, tmp_path: Path) -> None:
+        video = sdk.videos.create(
+            prompt="a dog\nand a “cat” 😀",
+            model="rushes/tiny-fasth3-8-step-demo",
+            seconds="8",
+            size="1280x720",
+            extra_body={"seed": 2**53 + 1, "priority": "bulk", "metadata": {"client": "acme", 'odd "key" [x]': ""}},
+        )
+        assert (video.object, video.status, video.progress) == ("video", "queued", 0)
+        assert (video.seconds, video.size, video.prompt) == ("8", "1344x768", "a dog\nand a “cat” 😀")
+        extra = video.model_extra or {}
+        assert extra["seed"] == 2**53 + 1
+        assert extra["metadata"] == {"client": "acme", 'odd "key" [x]': ""}
+
+        with pytest.raises(openai.ConflictError) as caught:
+            sdk.videos.download_content(video.id)
+        assert caught.value.code == "video_not_ready"
+
+        driver.complete(video.id, CLIP, tmp_path)
+        done = sdk.videos.poll(video.id)
+        assert (done.status, done.progress, done.error) == ("completed", 100, None)
+        assert sdk.videos.download_content(video.id).read() == CLIP
+        assert sdk.videos.delete(video.id).deleted is True
+        with pytest.raises(openai.NotFoundError):
+            sdk.videos.retrieve(video.id)
+
+    def test_polling_ends_with_a_failure(self, sdk: OpenAI, driver: JobDriver) -> None:
+        video = sdk.videos.create(prompt="a dog")
+        driver.fail(video.id, code="generation_failed", message="The clip was blank.")
+        failed = sdk.videos.poll(video.id)
+        assert failed.status == "failed"
+        assert failed.error is not None
+        assert (failed.error.code, failed.error.message) == ("generation_failed", "The clip was blank.")
+
+    def test_polling_is_paced_by_the_server(self, sdk: OpenAI) -> None:
+        video = sdk.videos.create(prompt="a dog")
+        hint = sdk.videos.with_raw_response.retrieve(video.id).headers["openai-poll-after-ms"]
+        assert 1_000 <= int(hint) <= 10_000
+
+    def test_lists_page_by_themselves(self, sdk: OpenAI) -> None:
+        made = [sdk.videos.create(prompt=f"dog {i}").id for i in range(7)]
+        found = [video.id for video in sdk.videos.list(limit=3)]
+        assert found[:7] == made[::-1]
+        assert len(set(found)) == len(found)
+
+    def test_errors_carry_message_code_and_parameter(self, sdk: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.videos.create(prompt="a dog", extra_body={"secnds": 4})
+        error = caught.value
+        assert (error.code, error.param, error.type) == ("unknown_parameter", "secnds", "invalid_request_error")
+        assert "secnds" in error.message
+        assert error.request_id
+
+    def test_problem_details_do_not_disturb_it(self, sdk: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="unknown parameter: secnds"):
+            sdk.videos.create(
+                prompt="x", extra_body={"secnds": 4}, extra_headers={"Accept": "application/problem+json"}
+            )
+
+    def test_an_uploaded_reference_is_refused(self, sdk: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.videos.create(prompt="x", input_reference=("a.png", b"\x89PNG", "image/png"))
+        assert caught.value.code == "unsupported_input"
+
+    def test_a_wrong_key_is_an_authentication_error(self, server: ApiProcess) -> None:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="wrong") as sdk, pytest.raises(openai.AuthenticationError):
+            sdk.videos.list()
+
+    def test_models_are_listed(self, sdk: OpenAI) -> None:
+        (model,) = sdk.models.list().data
+        assert sdk.models.retrieve(model.id) == model
+
+
+class TestHttp:
+    def test_the_json_body_of_the_older_sdk(self, http: httpx.Client) -> None:
+        response = http.post("/v1/videos", json={"prompt": "a dog", "seconds": "4", "size": "720x1280", "seed": 5})
+        assert response.status_code == 200
+        assert (response.json()["size"], response.json()["seed"]) == ("768x1344", 5)
+
+    @pytest.mark.parametrize("is_chunked", [False, True])
+    def test_a_body_that_is_too_large_is_answered(self, http: httpx.Client, is_chunked: bool) -> None:
+        body = (b"x" * 65_536 for _ in range(64)) if is_chunked else b"x" * 4_194_304
+        response = http.post("/v1/videos", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "file_too_large"
+        # the connection is still in step
+        assert http.get("/healthz").status_code == 200
+
+    def test_a_path_that_cannot_be_decoded_is_not_found(self, http: httpx.Client) -> None:
+        assert http.get("/v1/videos/%ff%fe").status_code == 404
+        assert http.get("/%ed%a0%80").status_code == 404
+
+    def test_the_log_holds_no_key(self, server: ApiProcess, http: httpx.Client) -> None:
+        http.get("/v1/videos", headers={"Authorization": "Bearer another-key"})
+        log = server.log.read_text()
+        assert "api_started" in log
+        assert API_KEY not in log
+        assert "another-key" not in log
+
+
+def test_any_process_serves_any_job(
+    server: ApiProcess, api_settings: Settings, driver: JobDriver, tmp_path: Path
+) -> None:
+    with httpx.Client(headers=AUTHORIZED, timeout=30) as http:
+        with ApiProcess(api_settings, tmp_path / "a.log") as first:
+            video_id = http.post(f"{first.url}/v1/videos", json={"prompt": "a dog"}).json()["id"]
+            at_second = f"{server.url}/v1/videos/{video_id}"
+            assert http.get(at_second).json()["status"] == "queued"
+        driver.complete(video_id, CLIP, tmp_path)
+        with ApiProcess(api_settings, tmp_path / "b.log") as restarted:
+            assert http.get(f"{restarted.url}/v1/videos/{video_id}").json()["status"] == "completed"
+            assert http.get(f"{at_second}/content").content == CLIP
+            listed = http.get(f"{server.url}/v1/videos?limit=1").json()
+            assert listed["first_id"] == video_id
+            assert http.delete(at_second).json()["deleted"] is True
+            assert http.get(f"{restarted.url}/v1/videos/{video_id}").status_code == 404
