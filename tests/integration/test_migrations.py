@@ -1,0 +1,53 @@
+"""Every revision goes up, down and up, and ends at the schema of the models."""
+
+import subprocess
+import sys
+
+import psycopg
+import pytest
+from alembic import command
+from rushes_core.database import alembic_config, migrate
+from support.stack import SharedStack, libpq_url
+
+
+@pytest.fixture
+def empty_database(stack: SharedStack) -> str:
+    """URL of a database without tables."""
+    settings = stack.settings()
+    command.downgrade(alembic_config(settings.database_url), "base")
+    return settings.database_url
+
+
+def test_revisions_go_up_down_and_up_and_match_the_models(empty_database: str) -> None:
+    config = alembic_config(empty_database)
+    command.upgrade(config, "head")
+    command.downgrade(config, "base")
+    command.upgrade(config, "head")
+    command.check(config)
+
+
+def test_downgrade_leaves_nothing_behind(stack: SharedStack) -> None:
+    env = stack.env()
+    command.downgrade(alembic_config(env["RUSHES_DATABASE_URL"]), "base")
+    with psycopg.connect(libpq_url(env)) as connection:
+        left = connection.execute(
+            "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relname NOT LIKE 'alembic%' "
+            "UNION SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace"
+        ).fetchall()
+    assert left == []
+
+
+def test_processes_that_migrate_at_once_do_not_collide(empty_database: str) -> None:
+    code = (
+        "import sys; from alembic import command; from rushes_core.database import alembic_config; "
+        "command.upgrade(alembic_config(sys.argv[1]), 'head')"
+    )
+    rivals = [subprocess.Popen([sys.executable, "-c", code, empty_database]) for _ in range(3)]
+    assert [rival.wait(60) for rival in rivals] == [0, 0, 0]
+    command.check(alembic_config(empty_database))
+
+
+def test_migrate_is_idempotent(stack: SharedStack) -> None:
+    settings = stack.settings()
+    migrate(settings)
+    migrate(settings)

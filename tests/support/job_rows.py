@@ -1,0 +1,61 @@
+"""Jobs as rows, moved by the statements of the job domain."""
+
+from typing import Any
+
+from rushes_core import jobs
+from rushes_core.ids import new_video_id
+from rushes_core.models import Job
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
+
+MODEL = "tiny"
+RESULT: dict[str, Any] = {"bucket": "b", "key": "k", "bytes": 1, "sha256": "0" * 64}
+ERROR: dict[str, Any] = {"code": "generation_failed", "message": "no"}
+
+
+class JobRows:
+    """One short transaction a call, as the API and the workers make them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def run(self, statement: Any) -> Any:
+        """Execute and commit; the one row that came back, or None."""
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            return session.execute(statement).scalar_one_or_none()
+
+    def add(self, **values: Any) -> Job:
+        defaults: dict[str, Any] = {
+            "id": new_video_id(),
+            "project": "default",
+            "model": MODEL,
+            "prompt": "waves",
+            "seed": 1,
+            "width": 480,
+            "height": 480,
+            "num_frames": 107,
+            "request": {"seconds": "4", "size_requested": None, "metadata": {}},
+            "max_attempts": 3,
+        }
+        return self.run(jobs.create(**(defaults | values)))
+
+    def claim(self, owner: str = "worker", lease_seconds: float = 30) -> Job | None:
+        return self.run(jobs.claim(model=MODEL, owner=owner, lease_seconds=lease_seconds))
+
+    def claimed(self, **values: Any) -> Job:
+        """A new job, claimed. Nothing else may be queued."""
+        added = self.add(**values)
+        job = self.claim()
+        assert job is not None
+        assert job.id == added.id
+        return job
+
+    def running(self, lease_seconds: float = 30, **values: Any) -> Job:
+        job = self.claimed(**values)
+        started = self.run(jobs.start(job.id, fence=job.fence, lease_seconds=lease_seconds))
+        assert started is not None
+        return started
+
+    def read(self, job_id: str) -> Job:
+        with Session(self.engine, expire_on_commit=False) as session:
+            return session.get_one(Job, job_id)
