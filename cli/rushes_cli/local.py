@@ -107,7 +107,7 @@ class LocalRushes:
     def _environment(self) -> dict[str, str]:
         """This process's environment, pointed at the stack. What an operator set for a worker's tuning stays."""
         no_proxy = [HOST, "localhost", *filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")])]
-        defaults = {"OMP_WAIT_POLICY": "PASSIVE", "RUSHES_SHUTDOWN_GRACE_SECONDS": "5"}
+        defaults = {"RUSHES_SHUTDOWN_GRACE_SECONDS": "5"}
         proxies = {name: ",".join(no_proxy) for name in ("NO_PROXY", "no_proxy")}
         places = {
             "RUSHES_S3_PUBLIC_ENDPOINT_URL": "",

@@ -1,7 +1,6 @@
 """The command `rushes`: every process of the system, and two commands that run all of them on one machine."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -146,13 +145,9 @@ def _api(arguments: argparse.Namespace) -> int:
 
 def _worker(arguments: argparse.Namespace) -> int:
     settings = load_settings()
-    # two busy processes on few cores otherwise spin against each other in OpenMP's barriers
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    from rushes_core.log import configure_logging
     from rushes_worker import launcher
 
-    configure_logging(settings.log_level, json=settings.log_json)
     return launcher.run(settings, layout=arguments.layout, device=arguments.device)
 
 

@@ -1,0 +1,110 @@
+"""What the command line says without any server: usage, settings, progress, signals."""
+
+import io
+import os
+import signal
+from typing import Any
+
+import pytest
+from rushes_cli.main import main
+from rushes_cli.signals import Interrupted, deferred, interruptible
+from rushes_cli.terminal import ProgressLine, describe
+from rushes_core.settings import get_settings
+
+VIDEO: dict[str, Any] = {"status": "in_progress", "phase": "denoising", "progress": 50}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("RUSHES_")]:
+        monkeypatch.delenv(name)
+    get_settings.cache_clear()
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("rushes 0.")
+
+
+@pytest.mark.parametrize("command", ["api", "worker", "dispatcher", "migrate"])
+def test_missing_settings_are_named_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    for variable in ("RUSHES_DATABASE_URL", "RUSHES_REDIS_URL", "RUSHES_S3_BUCKET", "RUSHES_CHECKPOINT"):
+        assert f"{variable} is missing" in message
+
+
+def test_wrong_settings_are_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DATABASE_URL", "REDIS_URL", "S3_BUCKET", "CHECKPOINT"):
+        monkeypatch.setenv(f"RUSHES_{name}", "x")
+    monkeypatch.setenv("RUSHES_LEASE_SECONDS", "soon")
+    assert main(["dispatcher"]) == 2
+    assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "nonsense", "up --port 70000", "demo --seed x", "checkpoint"])
+def test_wrong_usage_ends_with_status_2(words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+
+
+def test_progress_names_phase_and_step() -> None:
+    video = VIDEO | {"progress_detail": {"completed_steps": 3, "total_steps": 8}}
+    assert describe(video) == "[############------------]  50 %  denoising step 3/8"
+
+
+def test_progress_of_a_waiting_job_is_its_status() -> None:
+    assert describe(VIDEO | {"phase": None, "status": "queued", "progress": 0}).endswith("  0 %  queued")
+
+
+def test_progress_prints_a_plain_line_per_change_without_a_terminal() -> None:
+    stream = io.StringIO()
+    with ProgressLine(stream) as line:
+        for progress in (0, 0, 50, 50, 100):
+            line.show(VIDEO | {"progress": progress})
+    assert stream.getvalue().count("\n") == 3
+    assert "\r" not in stream.getvalue()
+
+
+def test_first_signal_interrupts_and_later_ones_do_not_disturb_cleaning_up() -> None:
+    events = []
+
+    def work() -> None:
+        with interruptible():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                events.append("cleaned")
+
+    with pytest.raises(Interrupted) as interruption:
+        work()
+    assert events == ["cleaned"]
+    assert interruption.value.signum == signal.SIGTERM
+
+
+def test_deferred_signal_takes_effect_at_the_end_of_the_block() -> None:
+    events = []
+
+    def work() -> None:
+        with interruptible(), deferred():
+            signal.raise_signal(signal.SIGHUP)
+            events.append("reached the end")
+
+    with pytest.raises(Interrupted):
+        work()
+    assert events == ["reached the end"]
+
+
+def test_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with interruptible(), deferred():
+        pass
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
