@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterable
+from http import HTTPStatus
 
 from rushes_core.ids import new_request_id
 from rushes_core.log import get_logger
@@ -65,11 +66,11 @@ class Boundary:
         task.cancel()
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
-        await exchange.refuse(Unavailable("The service did not answer in time. Try again later.", code="timeout"))
+        await exchange.refuse(_too_slow(exchange.waits_for_client))
 
     async def _guarded(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
-            await self.app(scope, receive, exchange.send_from_app)
+            await self.app(scope, exchange.watched(receive), exchange.send_from_app)
         except Exception as error:
             if exchange.closed_to_app:
                 return
@@ -100,9 +101,21 @@ class _Exchange:
     def __init__(self, scope: Scope, send: Send, headers: dict[str, str]) -> None:
         self.started = False
         self.closed_to_app = False
+        self.waits_for_client = False
         self._scope = scope
         self._send = send
         self._headers = headers
+
+    def watched(self, receive: Receive) -> Receive:
+        """`receive`, noting while it waits for more of the body."""
+
+        async def noting() -> Message:
+            self.waits_for_client = True
+            message = await receive()
+            self.waits_for_client = False
+            return message
+
+        return noting
 
     async def send_from_app(self, message: Message) -> None:
         if not self.closed_to_app:
@@ -132,6 +145,18 @@ class _Exchange:
 
     async def answer(self, response: Response) -> None:
         await response(self._scope, _never, self._forward)
+
+
+def _too_slow(is_client: bool) -> ApiError:
+    if not is_client:
+        return Unavailable("The service did not answer in time. Try again later.", code="timeout")
+    return ApiError(
+        "The request body did not arrive in time.",
+        code="request_timeout",
+        status=HTTPStatus.REQUEST_TIMEOUT,
+        # the rest of the body may still come
+        headers={"Connection": "close"},
+    )
 
 
 async def _never() -> Message:

@@ -14,6 +14,9 @@ from fastapi import FastAPI
 from rushes_api.app import create_app
 from rushes_api.boundary import Boundary
 from rushes_api.errors import ApiError, install
+from rushes_api.routers import videos
+from rushes_core.errors import InvalidRequest
+from rushes_core.served_model import ServedModel
 from starlette.testclient import TestClient
 from starlette.types import Message
 from support.api import API_KEY, AUTHORIZED, multipart, offline_settings
@@ -196,6 +199,29 @@ class TestBody:
         assert (error_of(response, 400)["param"], response.json()["error"]["code"]) == ("seed", "unknown_parameter")
 
 
+class TestLoop:
+    """The event loop goes on while a large body is checked."""
+
+    @pytest.mark.parametrize(("size", "is_inline"), [(100, True), (40_000, False)])
+    def test_only_small_bodies_are_checked_in_it(
+        self, client: TestClient, monkeypatch: pytest.MonkeyPatch, size: int, is_inline: bool
+    ) -> None:
+        inline: list[bool] = []
+
+        def resolve(body: dict[str, Any], model: ServedModel) -> None:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                inline.append(False)
+            else:
+                inline.append(True)
+            raise InvalidRequest("enough")
+
+        monkeypatch.setattr(videos, "resolve", resolve)
+        assert client.post("/v1/videos", json={"prompt": "x" * size}).status_code == 400
+        assert inline == [is_inline]
+
+
 class TestCors:
     @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/healthz", 200), ("GET", "/x", 404)])
     def test_a_page_may_read_every_answer(self, client: TestClient, method: str, path: str, status: int) -> None:
@@ -302,14 +328,18 @@ class TestBoundary:
     """The outermost layer alone, around applications that misbehave."""
 
     @staticmethod
-    def run(app: Any, *, answer_within_seconds: float = 5) -> list[Message]:
+    def run(app: Any, *, answer_within_seconds: float = 5, body_ends: bool = True) -> list[Message]:
         sent: list[Message] = []
+        received: list[Message] = []
 
         async def send(message: Message) -> None:
             sent.append(message)
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
+            if received:
+                await asyncio.Event().wait()
+            received.append({"type": "http.request", "body": b"", "more_body": not body_ends})
+            return received[0]
 
         scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
         asyncio.run(Boundary(app, cors_origins=[], answer_within_seconds=answer_within_seconds)(scope, receive, send))
@@ -333,6 +363,16 @@ class TestBoundary:
         assert headers["x-should-retry"] == "true"
         assert json.loads(body["body"])["error"]["code"] == "timeout"
         assert late == ["sent"]
+
+    def test_a_body_that_does_not_come_is_the_clients_fault(self) -> None:
+        async def reads(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                pass
+
+        start, body = self.run(reads, answer_within_seconds=0.01, body_ends=False)
+        assert start["status"] == 408
+        assert (b"connection", b"close") in start["headers"]
+        assert json.loads(body["body"])["error"]["code"] == "request_timeout"
 
     def test_a_long_answer_is_not_cut(self) -> None:
         async def streams(scope: Any, receive: Any, send: Any) -> None:
