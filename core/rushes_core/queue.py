@@ -1,5 +1,8 @@
 """Celery over Redis: hints that wake workers. A lost hint costs latency, never a job."""
 
+# celery and redis are not typed
+# pyright: standard
+
 from celery import Celery
 from redis import Redis
 

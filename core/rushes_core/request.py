@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -69,13 +69,14 @@ def _size(value: object) -> str:
 def _metadata(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         raise PydanticCustomError("invalid_value", "must be a map of strings to strings")
-    if len(value) > MAX_METADATA_PAIRS:
+    pairs = cast("dict[object, object]", value)
+    if len(pairs) > MAX_METADATA_PAIRS:
         raise PydanticCustomError(
             "invalid_value",
             "must have at most {limit} pairs, got {count}",
-            {"limit": MAX_METADATA_PAIRS, "count": len(value)},
+            {"limit": MAX_METADATA_PAIRS, "count": len(pairs)},
         )
-    for key, item in value.items():
+    for key, item in pairs.items():
         for text, what, limit in ((key, "keys", MAX_METADATA_KEY), (item, "values", MAX_METADATA_VALUE)):
             if not isinstance(text, str) or len(text) > limit:
                 raise PydanticCustomError(
@@ -87,7 +88,7 @@ def _metadata(value: object) -> dict[str, str]:
                 raise PydanticCustomError(
                     "invalid_value", "{what} must be valid Unicode without NUL characters", {"what": what}
                 )
-    return dict(value)
+    return cast("dict[str, str]", pairs)
 
 
 def _prompt(value: object) -> str:
