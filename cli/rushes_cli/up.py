@@ -61,6 +61,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         check_port_is_free(port)
     else:
         port = free_port(DEFAULT_PORT)
+        if port != DEFAULT_PORT:
+            say(f"port {DEFAULT_PORT} is taken, so the API gets port {port}")
     parts = Parts(port, arguments.layout, arguments.device, arguments.checkpoint)
     with LocalRushes(arguments.state, parts) as rushes:
         rushes.start(say)
