@@ -1,5 +1,6 @@
 """The embedded stack: three servers started together, stopped together, all state below one directory."""
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ class EmbeddedStack:
 
     def spawn(self, name: str, command: Sequence[str | Path], *, env: dict[str, str], cwd: Path) -> Child:
         """Start a part of Rushes beside the servers; it is stopped before they are."""
-        child = spawn(name, command, log=self.logs / f"{name}.log", cwd=cwd, env=env)
+        # killed with its starter: without servers it could not finish or give back what it does
+        child = spawn(name, command, log=self.logs / f"{name}.log", cwd=cwd, env=env, death_signal=signal.SIGKILL)
         self._parts.append(child)
         self._state.remember_child(child)
         return child

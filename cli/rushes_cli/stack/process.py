@@ -98,15 +98,18 @@ def spawn(
     cwd: Path,
     env: Mapping[str, str],
     stop_signal: signal.Signals = signal.SIGTERM,
+    death_signal: signal.Signals | None = None,
     user: tuple[int, int] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start `command` (its first word an absolute path) with its output appended to `log`.
 
-    The kernel sends it `stop_signal` when the calling process ends, however that ends. That is tied to the calling
+    The kernel sends it `death_signal` when the calling process ends, however that ends. That is tied to the calling
     *thread*, so only the main thread may spawn.
 
     Args:
+        stop_signal: what `Child.ask_to_stop` sends.
+        death_signal: None is the same as `stop_signal`.
         user: (uid, gid) to run as; None keeps the caller's.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -114,7 +117,7 @@ def spawn(
     _rotate(log)
     with log.open("ab") as output:
         popen = subprocess.Popen(
-            guarded(command, stop_signal, user),
+            guarded(command, death_signal or stop_signal, user),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
