@@ -1,6 +1,6 @@
 """Workers for tests: real processes on the scripted pipeline, and the jobs that they run.
 
-`python -m support.worker LAYOUT` runs one.
+`python -m support.worker LAYOUT DEVICE` runs one.
 """
 
 import json
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,7 +23,7 @@ from rushes_core.settings import Settings, get_settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_worker.child import settings_environment
 from rushes_worker.launcher import run
-from sqlalchemy import func, select, update
+from sqlalchemy import create_engine, func, select, text, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 
@@ -100,10 +102,54 @@ class Jobs:
     def delete(self, job_id: str) -> None:
         self._one(jobs.delete_job(job_id, project="default"))
 
-    def steal(self, job_id: str) -> None:
-        """Give a held job another fence, as a claim after its lease ran out would."""
+    def reap(self) -> None:
+        """What the dispatcher does about leases that ran out."""
         with self._engine.begin() as connection:
-            connection.execute(update(Job).where(Job.id == job_id).values(fence=Job.fence + 1000))
+            connection.execute(jobs.reap())
+
+    def end_lease(self, job_id: str) -> None:
+        """Have the lease of a held job run out, and its job reaped."""
+        with self._engine.begin() as connection:
+            late = func.now() - timedelta(seconds=5)
+            connection.execute(update(Job).where(Job.id == job_id).values(lease_until=late))
+            connection.execute(jobs.reap())
+
+    def break_connections(self) -> None:
+        """End every other connection to this database, in whatever transaction it is."""
+        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            )
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """This database accepts no connection, and has none."""
+        server = create_engine(self._engine.url.set(database="postgres"), isolation_level="AUTOCOMMIT")
+        name = self._engine.url.database
+        with server.connect() as connection:
+            connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
+            connection.execute(
+                text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": name}
+            )
+            try:
+                yield
+            finally:
+                connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
+        server.dispose()
+
+    def seconds_in_open_transactions(self) -> float:
+        """How long the oldest transaction that does nothing has been open."""
+        with self._engine.connect() as connection:
+            age: float = connection.execute(
+                text(
+                    "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - state_change)), 0)::float "
+                    "FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+                )
+            ).scalar_one()
+        return age
 
     def attempts(self, job_id: str) -> Sequence[JobAttempt]:
         with Session(self._engine, expire_on_commit=False) as session:
@@ -126,6 +172,10 @@ class Jobs:
     def wait_for(self, job_id: str, *states: JobState, seconds: float = 60.0) -> Job:
         """The job once it is in one of `states`."""
         return eventually(lambda: job if (job := self.get(job_id)).state in states else None, seconds=seconds)
+
+    def wait_for_step(self, job_id: str, step: int) -> Job:
+        """The job once `step` denoise steps were reported."""
+        return eventually(lambda: job if (job := self.get(job_id)).completed_steps >= step else None)
 
     def wait_completed(self, job_id: str) -> Job:
         job = self.wait_for(job_id, *FINAL_STATES)
@@ -152,12 +202,20 @@ class Jobs:
 class Worker:
     """A running `rushes worker`; what it still runs when the test ends is killed with it."""
 
-    def __init__(self, settings: Settings, log: Path, *, layout: str = "r1s1", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        *,
+        layout: str = "r1s1",
+        device: str = "cpu",
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.log = log
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "support.worker", layout],
+                [sys.executable, "-P", "-m", "support.worker", layout, device],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -193,13 +251,28 @@ class Worker:
                 yield json.loads(line)
 
     @property
-    def supervisor_pids(self) -> list[int]:
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def descendants(self) -> list[int]:
+        """Process numbers of everything that it runs."""
+        return descendants(self._process.pid)
+
+    @property
+    def supervisors(self) -> list[int]:
+        """Their process numbers."""
         return children(self._process.pid)
 
 
 def children(pid: int) -> list[int]:
     """Processes whose parent is `pid`."""
     return [number for number, parent in _parents().items() if parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process that `pid` started, and theirs."""
+    return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 def is_alive(pid: int) -> bool:
@@ -221,4 +294,4 @@ def _parents() -> dict[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(get_settings(), layout=sys.argv[1], device="cpu"))
+    sys.exit(run(get_settings(), layout=sys.argv[1], device=sys.argv[2]))

@@ -13,11 +13,11 @@ from rushes_core.errors import CheckpointError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
 
+from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import Layout
 from rushes_worker.scratch import check_directory
-from rushes_worker.supervisor import EXIT_UNFIT, Assignment
 
 log = get_logger(__name__)
 

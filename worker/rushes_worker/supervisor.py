@@ -7,7 +7,6 @@ Threads: the main thread claims, talks to ranks and media process, and starts ev
 it; the heartbeat keeps leases; Celery receives hints; a publication uploads.
 """
 
-import argparse
 import os
 import random
 import secrets
@@ -15,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 import structlog
@@ -26,11 +24,11 @@ from rushes_core.served_model import model_name
 from rushes_core.settings import Settings, get_settings
 from rushes_core.storage import ObjectStore
 
+from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import end_with_parent
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.hints import HintListener
-from rushes_worker.layout import Layout
 from rushes_worker.ledger import UNREACHABLE, Claim, Ledger
 from rushes_worker.media.encode import EncoderSettings
 from rushes_worker.media.process import MediaProcess
@@ -41,36 +39,8 @@ from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
 
-EXIT_UNFIT = 78
-"""The replica can never serve as it was asked to (EX_CONFIG): starting it again is of no use."""
-
 _MAX_BACKOFF_SECONDS = 30.0
 _JITTER = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Which replica of which layout this supervisor is, and what its ranks run on."""
-
-    layout: Layout
-    replica: int
-    kind: str
-    visible: tuple[str, ...]
-
-    def arguments(self) -> list[str]:
-        """The command line that `parse` reads."""
-        words = [str(self.layout), str(self.replica), self.kind]
-        return [*words, ",".join(self.visible)]
-
-    @classmethod
-    def parse(cls, arguments: list[str]) -> "Assignment":
-        parser = argparse.ArgumentParser(prog="rushes_worker.supervisor")
-        parser.add_argument("layout", type=Layout.parse)
-        parser.add_argument("replica", type=int)
-        parser.add_argument("kind", choices=("cpu", "cuda"))
-        parser.add_argument("visible")
-        found = parser.parse_args(arguments)
-        return cls(found.layout, found.replica, found.kind, tuple(filter(None, found.visible.split(","))))
 
 
 class Supervisor:

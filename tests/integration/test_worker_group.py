@@ -1,0 +1,150 @@
+"""A rank group by itself: started, watched and ended as one, on the scripted pipeline."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rushes_worker.commands import Done, Failed, Outcome, Refused, Report, Stopped, UnitReady
+from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
+from rushes_worker.pipeline.base import RenderRequest
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, is_alive
+
+StartGroup = Callable[..., RankGroup]
+
+
+@pytest.fixture
+def start_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGroup]:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    groups: list[RankGroup] = []
+
+    def start(sp: int = 1, *, start_seconds: float = 60, stage_seconds: float = 60) -> RankGroup:
+        plan = GroupPlan(
+            sp=sp,
+            kind="cpu",
+            visible=(),
+            threads=1,
+            pipeline=SCRIPTED,
+            checkpoint=tmp_path,
+            start_timeout_seconds=start_seconds,
+            stage_timeout_seconds=stage_seconds,
+            log_level="INFO",
+            log_json=True,
+        )
+        group = RankGroup(plan, epoch=len(groups) + 1, directory=tmp_path)
+        groups.append(group)
+        while not group.is_ready:
+            group.wait(5)
+        return group
+
+    yield start
+    for group in groups:
+        group.end("the test is over")
+
+
+def render(group: RankGroup, directory: Path, prompt: str) -> tuple[list[Report], dict[int, Outcome]]:
+    """Everything that the ranks said of one render, and how it ended on each."""
+    group.render(RenderRequest("video_1", 1, prompt, 7, SIZE, SIZE, NUM_FRAMES), directory)
+    reports: list[Report] = []
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < group.size:
+        for rank, report in group.wait(5):
+            reports.append(report)
+            if isinstance(report, Done | Stopped | Refused | Failed):
+                outcomes[rank] = report
+    group.relax()
+    return reports, outcomes
+
+
+def test_group_of_one_renders_one_request_after_another(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group()
+    for serial in (1, 2):
+        reports, outcomes = render(group, tmp_path, "a wave")
+        units = [report for report in reports if isinstance(report, UnitReady)]
+        assert [unit.unit for unit in units] == list(range(6))
+        assert sum(unit.num_frames for unit in units) == NUM_FRAMES
+        assert outcomes == {0: Done(serial)}
+
+
+def test_errors_on_purpose_leave_the_ranks_as_they_are(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group()
+    pids = group.pids
+    _, outcomes = render(group, tmp_path, "[invalid]")
+    assert outcomes == {0: Refused(1, "the prompt asks for a refusal")}
+    _, outcomes = render(group, tmp_path, "[value error]")
+    assert isinstance(outcomes[0], Failed)
+    assert (outcomes[0].intact, outcomes[0].message) == (True, "The pipeline failed (ValueError).")
+    assert "bad reference" in outcomes[0].traceback
+    _, outcomes = render(group, tmp_path, "a wave")
+    assert outcomes == {0: Done(3)}
+    assert group.pids == pids
+
+
+def test_bug_ends_its_rank_after_it_was_told(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group()
+    _, outcomes = render(group, tmp_path, "[raise]")
+    assert isinstance(outcomes[0], Failed)
+    assert (outcomes[0].kind, outcomes[0].intact) == ("RuntimeError", False)
+
+
+def test_stop_is_seen_between_steps(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group()
+    group.stop()  # there is nothing to stop yet
+    group.render(RenderRequest("video_1", 1, "[step 0.1]", 7, SIZE, SIZE, NUM_FRAMES), tmp_path)
+    group.stop()
+    outcomes: list[Report] = []
+    while not outcomes:
+        outcomes = [report for _, report in group.wait(5) if isinstance(report, Done | Stopped)]
+    assert outcomes == [Stopped(1)]
+
+
+def test_two_ranks_share_the_units_and_stop_together(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group(2)
+    reports, outcomes = render(group, tmp_path, "a wave")
+    assert sorted(report.unit for report in reports if isinstance(report, UnitReady)) == list(range(6))
+    assert outcomes == {0: Done(1), 1: Done(1)}
+    group.render(RenderRequest("video_1", 1, "[step 0.1]", 7, SIZE, SIZE, NUM_FRAMES), tmp_path)
+    group.stop()
+    stopped: dict[int, Report] = {}
+    while len(stopped) < 2:
+        stopped |= {rank: report for rank, report in group.wait(5) if isinstance(report, Done | Stopped)}
+    assert stopped == {0: Stopped(2), 1: Stopped(2)}
+    group.relax()
+
+    # one dies: the other one is not left alone
+    with pytest.raises(GroupLost, match=r"Rank 1 of the worker was killed by SIGKILL\."):
+        render(group, tmp_path, "[die rank 1 at step 3]")
+    assert group.ended
+    assert not any(is_alive(pid) for pid in group.pids)
+
+
+def test_silence_ends_the_group_and_shows_where_it_hung(
+    start_group: StartGroup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    group = start_group(stage_seconds=1)
+    with pytest.raises(GroupLost, match="silent for 1 s of rendering"):
+        render(group, tmp_path, "[hang at step 3]")
+    assert not any(is_alive(pid) for pid in group.pids)
+    assert "scripted_pipeline.py" in capfd.readouterr().err
+
+
+def test_loading_has_a_deadline(start_group: StartGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRIPTED_LOAD_SECONDS", "60")
+    with pytest.raises(GroupLost, match=r"silent for 0\.5 s of loading"):
+        start_group(start_seconds=0.5)
+
+
+def test_checkpoint_that_no_rank_can_load_is_refused(
+    start_group: StartGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOAD_ERROR", "a tensor is missing")
+    with pytest.raises(GroupUnfit, match=f"{tmp_path}: a tensor is missing"):
+        start_group()
+
+
+def test_idle_rank_that_dies_is_noticed(start_group: StartGroup) -> None:
+    group = start_group()
+    os.kill(group.pids[0], signal.SIGTERM)
+    with pytest.raises(GroupLost, match="Rank 0 of the worker was killed by SIGTERM"):
+        group.wait(5)

@@ -1,0 +1,260 @@
+"""Workers that start, stop and lose something: processes, servers, time."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from rushes_core.queue import HintQueue
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from support.forwarder import Forwarder
+from support.stack import SharedStack
+from support.worker import SCRIPTED, Jobs, Worker, children, eventually, is_alive, write_contract
+
+StartWorker = Callable[..., Worker]
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_contract(tmp_path_factory.mktemp("contract") / "checkpoint")
+
+
+@pytest.fixture
+def settings(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> Settings:
+    """A database of the test's own: a worker that another test left a job for is no use."""
+    return stack.settings(
+        checkpoint=checkpoint,
+        pipeline=SCRIPTED,
+        scratch=tmp_path / "scratch",
+        poll_seconds=0.1,
+        lease_seconds=3,
+        heartbeat_seconds=0.5,
+    )
+
+
+@pytest.fixture
+def jobs(settings: Settings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
+    with ExitStack() as running:
+
+        def start(*, layout: str = "r1s1", env: dict[str, str] | None = None, **changes: Any) -> Worker:
+            chosen = settings.model_copy(update=changes)
+            return running.enter_context(Worker(chosen, tmp_path / "worker.log", layout=layout, env=env))
+
+        yield start
+
+
+class TestRedis:
+    def test_hint_wakes_an_idle_worker(self, settings: Settings, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker(poll_seconds=3600)
+        jobs.wait_ready()
+        job_id = jobs.add()
+        hints = HintQueue(settings)
+        hints.top_up(1)
+        jobs.wait_completed(job_id)
+
+        # every connection is cut: the next hint arrives all the same
+        redis = Redis.from_url(settings.redis_url)
+        redis.client_kill_filter(_type="normal", skipme=True)
+        job_id = jobs.add()
+        eventually(lambda: hints.top_up(1) or jobs.get(job_id).state == JobState.COMPLETED)
+        jobs.wait_completed(job_id)
+        eventually(lambda: redis.llen(settings.gpu_queue) == 0)
+        hints.close()
+        redis.close()
+        assert len(worker.supervisors) == 1
+
+    def test_worker_without_redis_polls(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        start_worker(redis_url=NOWHERE)
+        jobs.wait_ready()
+        jobs.wait_completed(jobs.add())
+
+
+class TestLayouts:
+    def test_two_ranks_render_one_job(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        start_worker(layout="r1s2")
+        (replica,) = jobs.wait_ready()
+        pids = replica.detail["ranks"]
+        assert (replica.layout, len(pids)) == ("r1s2", 2)
+        alone = jobs.wait_completed(jobs.add())
+
+        # one of them dies in the middle: the other one ends too, and the job runs again
+        job = jobs.wait_completed(jobs.add("[die rank 1 at step 3 on attempt 1]"))
+        assert (job.attempt, job.crash_count) == (2, 1)
+        assert not any(is_alive(pid) for pid in pids)
+        assert job.result is not None
+        assert alone.result is not None
+        assert job.result["sha256"] == alone.result["sha256"]
+
+        # one of them fails alone: the other one would wait for it for good
+        job = jobs.wait_completed(jobs.add("[raise rank 1 at step 3 on attempt 1]"))
+        assert (job.attempt, job.crash_count, job.error_count) == (2, 0, 1)
+
+    def test_two_replicas_run_two_jobs_at_once(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker(layout="r2s1")
+        jobs.wait_ready(2)
+        long, short = jobs.add("[step 0.2]"), jobs.add()
+        jobs.wait_completed(short)
+        assert jobs.get(long).state == JobState.RUNNING
+        jobs.wait_completed(long)
+        owners = {jobs.attempts(job_id)[0].lease_owner for job_id in (long, short)}
+        assert len(owners) == 2
+        assert len(worker.supervisors) == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("layout", ["r1s3", "r0s1", "two"])
+    def test_bad_layout_is_refused(self, start_worker: StartWorker, layout: str) -> None:
+        worker = start_worker(layout=layout)
+        assert worker.wait() == 1
+        assert f"rushes worker: layout '{layout}': " in worker.log.read_text()
+
+    def test_device_that_is_missing_is_refused(self, settings: Settings, tmp_path: Path) -> None:
+        with Worker(settings, tmp_path / "worker.log", device="cuda", env={"CUDA_VISIBLE_DEVICES": ""}) as worker:
+            assert worker.wait() == 1
+        assert "rushes worker: " in worker.log.read_text()
+
+    def test_missing_checkpoint_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
+        worker = start_worker(checkpoint=tmp_path / "nothing")
+        assert worker.wait() == 1
+        assert f"rushes worker: {tmp_path}/nothing: no such directory" in worker.log.read_text()
+
+    def test_checkpoint_that_ranks_refuse_ends_the_worker_before_it_claims(
+        self, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        job_id = jobs.add()
+        worker = start_worker(layout="r2s1", env={"SCRIPTED_LOAD_ERROR": "a tensor is missing"})
+        assert worker.wait() == 1
+        assert "a tensor is missing" in worker.log.read_text()
+        assert jobs.states(job_id) == ["queued"]
+        assert jobs.replicas() == []
+
+
+class TestStop:
+    def test_idle_worker_leaves_at_once_and_leaves_nothing(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker(layout="r2s1")
+        jobs.wait_ready(2)
+        processes = worker.descendants
+        assert len(processes) == 6  # two supervisors with a rank and a media process each
+        worker.terminate()
+        assert worker.wait() == 0
+        assert not any(is_alive(pid) for pid in processes)
+        assert {replica.state for replica in jobs.all_replicas()} == {"stopped"}
+        assert not list(settings.scratch.iterdir())
+
+    def test_worker_that_still_loads_can_be_stopped(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker(env={"SCRIPTED_LOAD_SECONDS": "600"})
+        eventually(lambda: worker.events("group_starting"))
+        worker.terminate()
+        assert worker.wait() == 0
+
+    def test_running_job_is_finished_within_the_grace_period(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker()
+        job_id, waiting = jobs.add("[step 0.2]"), jobs.add()
+        jobs.wait_for_step(job_id, 1)
+        worker.terminate()
+        worker.terminate()
+        assert worker.wait() == 0
+        assert jobs.get(job_id).state == JobState.COMPLETED
+        assert jobs.states(waiting) == ["queued"]
+
+    def test_running_job_is_given_back_when_the_grace_period_is_over(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker(shutdown_grace_seconds=0.5)
+        job_id = jobs.add("[step 60]")
+        jobs.wait_for(job_id, JobState.RUNNING)
+        worker.terminate()
+        assert worker.wait() == 0
+        job = jobs.get(job_id)
+        assert (job.state, job.attempt, job.crash_count, job.error_count) == (JobState.QUEUED, 0, 0, 0)
+        assert not list(settings.scratch.iterdir())
+
+
+class TestKill:
+    def test_nothing_survives_a_killed_supervisor_and_its_job_runs_again(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker()
+        job_id = jobs.add("[step 60 on attempt 1]")
+        jobs.wait_for(job_id, JobState.RUNNING)
+        (supervisor,) = worker.supervisors
+        orphans = children(supervisor)
+        assert len(orphans) == 2
+        os.kill(supervisor, signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in orphans), seconds=5)
+
+        # the launcher starts another one, which finds no trace on disk; the lease gives the job back
+        eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
+        job = jobs.get(job_id)
+        assert (job.attempt, job.crash_count) == (2, 1)
+        assert worker.supervisors != [supervisor]
+        assert len(list(settings.scratch.iterdir())) == 1
+
+    def test_nothing_survives_a_killed_launcher(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker()
+        jobs.wait_ready()
+        processes = worker.descendants
+        os.kill(worker.pid, signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=5)
+
+
+class TestOutages:
+    def test_job_waits_while_the_weights_load(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        job_id = jobs.add()
+        start_worker(env={"SCRIPTED_LOAD_SECONDS": "1.5"})
+        (replica,) = eventually(jobs.replicas)
+        assert replica.state == "starting"
+        assert jobs.states(job_id) == ["queued"]
+        jobs.wait_completed(job_id)
+
+    def test_database_that_is_away_for_less_than_the_lease_costs_nothing(
+        self, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker(lease_seconds=30)
+        job_id = jobs.add("[step 0.1]")
+        jobs.wait_for_step(job_id, 1)
+        with jobs.outage():
+            eventually(lambda: worker.events("database_unreachable"))
+        assert jobs.wait_completed(job_id).attempt == 1
+
+    def test_attempt_is_discarded_when_the_database_is_away_for_longer_than_the_lease(
+        self, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker()
+        job_id = jobs.add("[step 0.5 on attempt 1]")
+        jobs.wait_for_step(job_id, 1)
+        with jobs.outage():
+            eventually(lambda: worker.events("lease_lost"))
+        eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
+        assert jobs.get(job_id).attempt == 2
+        assert not worker.events("group_ended")
+
+    def test_clip_waits_for_a_store_that_is_away(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        with Forwarder(settings.s3_endpoint_url) as store:
+            worker = start_worker(s3_endpoint_url=store.url)
+            cancelled = jobs.add()
+            eventually(lambda: worker.events("upload_failed"))
+            jobs.cancel(cancelled)
+            jobs.wait_for(cancelled, JobState.CANCELLED)
+
+            job_id = jobs.add()
+            eventually(lambda: len(worker.events("upload_failed")) > 1)
+            store.open()
+            assert jobs.wait_completed(job_id).attempt == 1

@@ -1,0 +1,105 @@
+import pytest
+from rushes_worker import devices
+from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, visible_devices
+from rushes_worker.layout import Layout
+
+UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+MIG = "MIG-377e0049-2e4b-4f6a-8a5c-0d5f3e1b2c3d"
+OLD_MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0"
+HOPPERS = Driver(0, 13000, ("H200",) * 4, ((9, 0),) * 4)
+
+
+class TestVisibleDevices:
+    @pytest.mark.parametrize(
+        ("value", "entries"),
+        [
+            (None, None),
+            ("", ()),
+            (" ", ()),
+            ("-1", ()),
+            ("NoDevFiles", ()),
+            ("3,1", ("3", "1")),
+            ("0, 1", ("0", "1")),
+            (UUID, (UUID,)),
+            (MIG, (MIG,)),
+            (OLD_MIG, (OLD_MIG,)),
+            ("GPU-8932f937,GPU-1", ("GPU-8932f937", "GPU-1")),
+        ],
+    )
+    def test_entries_are_kept_as_they_were_written(self, value: str | None, entries: tuple[str, ...] | None) -> None:
+        assert visible_devices(value) == entries
+
+    @pytest.mark.parametrize("value", ["0,0", "0,1,00", f"{UUID},GPU-8932f937", f"{MIG},{MIG.upper()[:3]}{MIG[3:]}"])
+    def test_same_device_twice_is_refused(self, value: str) -> None:
+        with pytest.raises(ValueError, match="name the same device"):
+            visible_devices(value)
+
+    @pytest.mark.parametrize("value", ["0,-1,2", "0,-1"])
+    def test_device_hidden_by_minus_one_is_refused(self, value: str) -> None:
+        with pytest.raises(ValueError, match="-1 hides every device after it"):
+            visible_devices(value)
+
+    @pytest.mark.parametrize("value", ["gpu0", "0,,1", "0;1", "cuda:0", "all"])
+    def test_odd_list_is_refused_by_value(self, value: str) -> None:
+        with pytest.raises(ValueError, match="is no device number, GPU-UUID or MIG-UUID") as refusal:
+            visible_devices(value)
+        assert repr(value) in str(refusal.value)
+
+
+class TestFindDevices:
+    @pytest.fixture(autouse=True)
+    def _cuda_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(devices, "torch_cuda_build", lambda: "13.0")
+        monkeypatch.delenv(VISIBLE, raising=False)
+
+    def test_each_replica_gets_its_own(self) -> None:
+        layout = Layout.parse("r2s2")
+        found = find_devices(layout, "cuda", driver=HOPPERS)
+        assert [found.of_replica(replica, layout) for replica in (0, 1)] == [("0", "1"), ("2", "3")]
+
+    def test_names_of_the_operator_are_dealt_out_untouched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VISIBLE, f"{UUID}, 3")
+        driver = Driver(0, 13000, ("H200",) * 2, ((9, 0),) * 2)
+        assert find_devices(Layout.parse("r2s1"), "auto", driver=driver).visible == (UUID, "3")
+
+    def test_too_few_devices_are_refused_with_both_numbers_and_versions(self) -> None:
+        with pytest.raises(ValueError, match="layout r1s8 needs 8 CUDA devices, found 4") as refusal:
+            find_devices(Layout.parse("r1s8"), "auto", driver=HOPPERS)
+        assert "supports CUDA 13.0" in str(refusal.value)
+        assert "torch is built for CUDA 13.0" in str(refusal.value)
+
+    def test_list_that_cuda_cuts_short_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VISIBLE, "0,99")
+        driver = Driver(0, 13000, ("H200",), ((9, 0),))
+        with pytest.raises(ValueError, match="needs 2 CUDA devices, found 1 with CUDA_VISIBLE_DEVICES=0,99"):
+            find_devices(Layout.parse("r1s2"), "cuda", driver=driver)
+
+    def test_device_without_bfloat16_is_refused(self) -> None:
+        driver = Driver(0, 12080, ("Tesla T4",), ((7, 5),))
+        with pytest.raises(ValueError, match=r"device 0 \(Tesla T4\) has compute capability 7.5, needed is 8.0"):
+            find_devices(Layout.parse("r1s1"), "cuda", driver=driver)
+
+    @pytest.mark.parametrize("kind", ["auto", "cuda"])
+    def test_driver_that_does_not_work_is_no_reason_to_use_the_cpu(self, kind: str) -> None:
+        with pytest.raises(ValueError, match=r"cuInit failed with error 803.*the driver and its library differ"):
+            find_devices(Layout.parse("r1s1"), kind, driver=Driver(803, 11040))
+
+    @pytest.mark.parametrize("driver", [Driver(None), Driver(100), Driver(0, 13000)])
+    def test_machine_without_devices_runs_on_the_cpu_only_if_asked_for_what_there_is(self, driver: Driver) -> None:
+        assert find_devices(Layout.parse("r1s1"), "auto", driver=driver) == Devices("cpu", ())
+        with pytest.raises(ValueError, match=r"device cuda|needs 1 CUDA devices, found 0"):
+            find_devices(Layout.parse("r1s1"), "cuda", driver=driver)
+
+    def test_hidden_devices_are_as_good_as_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VISIBLE, "-1")
+        assert find_devices(Layout.parse("r1s1"), "auto", driver=HOPPERS).kind == "cpu"
+
+    def test_torch_for_the_cpu_cannot_be_asked_for_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(devices, "torch_cuda_build", lambda: None)
+        assert find_devices(Layout.parse("r1s1"), "auto", driver=HOPPERS).kind == "cpu"
+        with pytest.raises(ValueError, match="torch is built for the CPU only"):
+            find_devices(Layout.parse("r1s1"), "cuda", driver=HOPPERS)
+
+    def test_unknown_device_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="device must be cpu, cuda or auto, got 'gpu'"):
+            find_devices(Layout.parse("r1s1"), "gpu")

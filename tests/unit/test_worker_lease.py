@@ -1,0 +1,41 @@
+import time
+
+import pytest
+from rushes_worker.lease import Lease
+from rushes_worker.stopping import Stopping
+
+
+def lease(*, age: float) -> Lease:
+    return Lease("video_1", fence=1, seconds=30, asked_at=time.monotonic() - age)
+
+
+@pytest.mark.parametrize(
+    ("age", "doubtful", "over"), [(0, False, False), (19, False, False), (21, True, False), (31, True, True)]
+)
+def test_lease_that_is_not_renewed_is_doubtful_after_two_thirds_and_over_at_its_end(
+    age: float, doubtful: bool, over: bool
+) -> None:
+    held = lease(age=age)
+    assert (held.is_doubtful, held.is_over, held.has_run_out) == (doubtful, over, over)
+
+
+def test_renewal_counts_from_when_it_was_asked_for() -> None:
+    held = lease(age=31)
+    held.renewed(time.monotonic() - 21)
+    assert (held.is_doubtful, held.is_over) == (True, False)
+
+
+def test_lost_lease_is_over_at_once() -> None:
+    held = lease(age=0)
+    held.lost = True
+    assert (held.is_doubtful, held.is_over, held.has_run_out) == (True, True, False)
+
+
+def test_asking_to_stop_again_changes_nothing() -> None:
+    stopping = Stopping(grace_seconds=0)
+    assert (stopping.requested, stopping.grace_is_over) == (False, False)
+    assert stopping.seconds_left == float("inf")
+    stopping.request()
+    assert (stopping.requested, stopping.grace_is_over, stopping.seconds_left) == (True, True, 0)
+    stopping.request()
+    assert stopping.grace_is_over

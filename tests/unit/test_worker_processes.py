@@ -1,0 +1,58 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rushes_core.settings import Settings
+from rushes_worker.child import environment_without_settings, how_it_ended, settings_environment
+from rushes_worker.hints import POOL
+
+
+def loaded_modules(statement: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has loaded after `statement`."""
+    script = f"import sys\n{statement}\nprint(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    return set(answer.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["launcher", "supervisor", "rank", "devices"])
+def test_no_process_loads_torch_before_a_rank_needs_it(module: str) -> None:
+    assert "torch" not in loaded_modules(f"import rushes_worker.{module}")
+
+
+def test_hints_are_not_consumed_in_forked_children() -> None:
+    assert POOL == "threads"
+
+
+def test_child_reads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        database_url="postgresql+psycopg://user:p%40ss@127.0.0.1/rushes",
+        redis_url="redis://:secret@127.0.0.1/0",
+        s3_bucket="clips",
+        s3_secret_access_key="secret",
+        checkpoint=Path("/models/fasth3"),
+        lease_seconds=7,
+        heartbeat_seconds=1.25,
+        content_delivery="redirect",
+        log_json=False,
+    )
+    monkeypatch.setenv("RUSHES_POOL", "another")
+    for name, value in settings_environment(settings).items():
+        monkeypatch.setenv(name, value)
+    assert Settings() == settings  # type: ignore[call-arg]
+
+
+def test_ranks_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUSHES_S3_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    env = environment_without_settings()
+    assert not any("RUSHES" in name for name in env)
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [(0, "exited with status 0"), (3, "exited with status 3"), (-9, "was killed by SIGKILL"), (-64, "SIGRTMAX")],
+)
+def test_end_of_a_process_is_told_in_words(returncode: int, words: str) -> None:
+    assert words in how_it_ended(returncode)

@@ -1,0 +1,31 @@
+from pathlib import Path
+
+import pytest
+from rushes_worker.scratch import Scratch, check_directory
+
+
+def test_directory_of_a_dead_replica_is_swept_and_one_in_use_is_not(tmp_path: Path) -> None:
+    (tmp_path / "somebody else's").mkdir()
+    dead = tmp_path / "rushes-replica-dead"
+    dead.mkdir()
+    (dead / "unit-000.rgb").write_bytes(b"x")
+    first = Scratch(tmp_path)
+    second = Scratch(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"somebody else's", first.path.name, second.path.name}
+    first.remove()
+    second.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["somebody else's"]
+
+
+def test_link_with_a_replicas_name_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (tmp_path / "rushes-replica-x").symlink_to(target)
+    Scratch(tmp_path).remove()
+    assert target.is_dir()
+
+
+def test_scratch_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_directory(tmp_path / "file")

@@ -1,0 +1,34 @@
+"""What a launcher tells a supervisor on its command line, and what the supervisor answers with its exit status."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Self
+
+from rushes_worker.layout import Layout
+
+EXIT_UNFIT = 78
+"""The replica can never serve as it was asked to (EX_CONFIG): starting it again is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which replica of which layout this supervisor is, and what its ranks run on."""
+
+    layout: Layout
+    replica: int
+    kind: str
+    visible: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """The command line that `parse` reads."""
+        return [str(self.layout), str(self.replica), self.kind, ",".join(self.visible)]
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Self:
+        parser = argparse.ArgumentParser(prog="rushes_worker.supervisor")
+        parser.add_argument("layout", type=Layout.parse)
+        parser.add_argument("replica", type=int)
+        parser.add_argument("kind", choices=("cpu", "cuda"))
+        parser.add_argument("visible")
+        found = parser.parse_args(arguments)
+        return cls(found.layout, found.replica, found.kind, tuple(filter(None, found.visible.split(","))))
