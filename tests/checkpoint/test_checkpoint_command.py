@@ -53,7 +53,7 @@ class TestInspect:
         assert code == 0
         for text in (
             "FastH3 student, 8 steps",
-            "sparsity 0.8",
+            "sparsity 0.9",
             "video 10, audio 3",
             "serves: yes",
             "text-to-video reads",

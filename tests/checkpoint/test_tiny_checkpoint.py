@@ -20,7 +20,7 @@ class TestWriting:
     @pytest.mark.parametrize("profile", list(PROFILES))
     def test_every_profile_opens(self, tmp_path: Path, profile: str) -> None:
         checkpoint = open_checkpoint(tiny_checkpoint(tmp_path, profile=profile))
-        assert checkpoint.contract.vsa_sparsity == (0.0 if profile == "dense" else 0.8)
+        assert checkpoint.contract.vsa_sparsity == (0.0 if profile == "dense" else 0.9)
         assert checkpoint.contract.num_forwards == 8
         assert (checkpoint.video_shift, checkpoint.audio_shift) == (10.0, 3.0)
         assert sum(map(len, files(checkpoint.path).values())) < 20_000_000

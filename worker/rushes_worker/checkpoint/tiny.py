@@ -58,7 +58,7 @@ class Profile:
     transformer: TransformerConfig
     text_encoder: TextEncoderConfig
     mrope_section: tuple[int, int, int]
-    sparsity: float = 0.8
+    sparsity: float = 0.9
     gates: bool = True
     """False stores all sparse-attention gates as zero, which makes the coarse branch vanish."""
 
@@ -66,7 +66,7 @@ class Profile:
 _DEMO = Profile(
     transformer=TransformerConfig(
         num_attention_heads=2,
-        attention_head_dim=32,
+        attention_head_dim=16,
         hidden_size=48,
         num_layers=2,
         num_refiner_layers=2,
@@ -78,7 +78,7 @@ _DEMO = Profile(
         freq_dim=16,
         time_embed_hidden_dim=64,
         time_embed_dim=32,
-        rope_freq_dim=4,
+        rope_freq_dim=2,
         rope_theta=10000.0,
         norm_eps=1e-5,
         qk_norm_eps=1e-5,
