@@ -1,0 +1,111 @@
+"""`rushes demo` and `rushes up` as an operator sees them."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rushes_worker.media.validate import validate_clip
+from support.commands import Up, descendants, processes_of, run
+from support.waiting import wait_until
+
+REQUEST = {"prompt": "A paper boat drifts down a rain gutter", "seconds": "4", "size": "480x480"}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory that the tests of this module use one after another, so that it is cold only once."""
+    return tmp_path_factory.mktemp("e2e") / "state"
+
+
+@pytest.fixture
+def up(state: Path) -> Iterator[Up]:
+    with Up(state) as up:
+        yield up
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_demo_renders_a_clip_and_says_what_it_is(state: Path) -> None:
+    cwd = state.parent
+    done = run("demo", "--state", state, "--seconds", "4", "--size", "480x480", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (clip,) = (cwd / "out").iterdir()
+    facts = validate_clip(clip, width=480, height=480, num_frames=107)
+    for said in (
+        r"denoising step \d/8",
+        rf"{clip.name} \({facts.bytes:,} bytes\)",
+        r"107 frames of 480x480 at 24 fps, 4\.458 s",
+        r"aac, 2 channels, 32000 Hz",
+        rf"s3://rushes/results/\S*{clip.stem}\S*\.mp4 \({facts.bytes:,} bytes",
+        r"random weights, so the picture is noise",
+        r"everything is stopped",
+    ):
+        assert re.search(said, done.stdout), (said, done.stdout)
+    assert processes_of(state) == []
+
+
+def test_demo_that_fails_says_why_and_stops_everything(state: Path) -> None:
+    done = run("demo", "--state", state, "--size", "31x17", cwd=state.parent)
+    assert done.returncode == 1
+    assert re.search(r"rushes demo: POST /v1/videos answered 400: .*31x17", done.stderr), done.stderr
+    assert processes_of(state) == []
+
+
+def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(state: Path) -> None:
+    with Up(state) as first:
+        video = first.client.post("/videos", json=REQUEST).raise_for_status().json()
+        wait_until(lambda: first.video(video["id"])["status"] == "in_progress")
+        processes = descendants(first.popen.pid)
+        assert first.end(signal.SIGINT) == 0
+        assert not any(map(is_alive, processes))
+        assert first.output().endswith("stopping ...\nstopped\n")
+    with Up(state) as second:
+        wait_until(lambda: second.video(video["id"])["status"] == "completed", timeout_seconds=120)
+        content = second.client.get(f"/videos/{video['id']}/content", follow_redirects=True).raise_for_status().content
+        assert content[4:8] == b"ftyp"
+
+
+def test_killed_run_leaves_no_process(up: Up) -> None:
+    up.client.post("/videos", json=REQUEST).raise_for_status()
+    wait_until(lambda: len(processes_of(up.state_dir)) == 6)
+    processes = descendants(up.popen.pid)
+    assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_second_run_on_the_same_state_is_refused(up: Up) -> None:
+    refused = run("up", "--state", up.state_dir, cwd=up.state_dir.parent)
+    assert refused.returncode == 1
+    assert f"{up.state_dir} is in use by process {up.popen.pid}; stop it" in refused.stderr
+    assert up.client.get("/models").status_code == 200
+
+
+def test_taken_port_is_named(up: Up) -> None:
+    port = up.client.base_url.port
+    refused = run("up", "--state", up.state_dir.with_name("other"), "--port", str(port), cwd=up.state_dir.parent)
+    assert refused.returncode == 1
+    assert f"port {port} of 127.0.0.1 is taken" in refused.stderr
+
+
+def test_part_that_dies_ends_the_run_with_its_name_and_log(up: Up) -> None:
+    dispatcher = next(process for process in processes_of(up.state_dir) if process.name == "dispatcher")
+    os.kill(dispatcher.pid, signal.SIGKILL)
+    assert up.popen.wait(60) == 1
+    assert re.search(r"rushes up: dispatcher ended with status -9; last lines of .*dispatcher\.log:", up.output())
+    assert processes_of(up.state_dir) == []
+
+
+def test_checkpoint_that_cannot_be_served_is_reported_by_name(state: Path) -> None:
+    missing = state.with_name("no-checkpoint")
+    failed = run("up", "--state", state, "--checkpoint", missing, cwd=state.parent)
+    assert failed.returncode == 1
+    assert str(missing) in failed.stderr
+    assert processes_of(state) == []
