@@ -251,3 +251,13 @@ def test_job_of_another_model_is_left_alone(worker: Worker, jobs: Jobs) -> None:
 def test_supervisor_never_loads_torch(worker: Worker) -> None:
     (supervisor,) = worker.supervisors
     assert "torch" not in Path(f"/proc/{supervisor}/maps").read_text()
+
+
+def test_row_that_no_clip_can_be_made_of_fails_and_harms_nobody(worker: Worker, jobs: Jobs) -> None:
+    supervisors = worker.supervisors
+    for columns in ({"num_frames": 100}, {"width": 63}):
+        job = jobs.wait_for(jobs.add("a wave", **columns), *FINAL_STATES)
+        assert job.state == JobState.FAILED
+        assert job.error is not None
+        assert job.error["code"] == "invalid_request"
+    assert worker.supervisors == supervisors

@@ -59,7 +59,7 @@ def write_contract(path: Path) -> Path:
     return path
 
 
-def eventually(question: Callable[[], T], *, seconds: float = 60.0) -> T:
+def eventually(question: Callable[[], T | None], *, seconds: float = 60.0) -> T:
     """The first true answer to `question`; the test fails when there is none in `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := question()):
@@ -171,11 +171,21 @@ class Jobs:
 
     def wait_for(self, job_id: str, *states: JobState, seconds: float = 60.0) -> Job:
         """The job once it is in one of `states`."""
-        return eventually(lambda: job if (job := self.get(job_id)).state in states else None, seconds=seconds)
+
+        def reached() -> Job | None:
+            job = self.get(job_id)
+            return job if job.state in states else None
+
+        return eventually(reached, seconds=seconds)
 
     def wait_for_step(self, job_id: str, step: int) -> Job:
         """The job once `step` denoise steps were reported."""
-        return eventually(lambda: job if (job := self.get(job_id)).completed_steps >= step else None)
+
+        def reached() -> Job | None:
+            job = self.get(job_id)
+            return job if job.completed_steps >= step else None
+
+        return eventually(reached)
 
     def wait_completed(self, job_id: str) -> Job:
         job = self.wait_for(job_id, *FINAL_STATES)

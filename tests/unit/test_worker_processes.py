@@ -3,7 +3,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rushes_core.settings import Settings
+from pydantic import SecretStr
+from rushes_core.settings import ContentDelivery, Settings
 from rushes_worker.child import environment_without_settings, how_it_ended, settings_environment
 from rushes_worker.hints import POOL
 
@@ -29,17 +30,17 @@ def test_child_reads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         database_url="postgresql+psycopg://user:p%40ss@127.0.0.1/rushes",
         redis_url="redis://:secret@127.0.0.1/0",
         s3_bucket="clips",
-        s3_secret_access_key="secret",
+        s3_secret_access_key=SecretStr("secret"),
         checkpoint=Path("/models/fasth3"),
         lease_seconds=7,
         heartbeat_seconds=1.25,
-        content_delivery="redirect",
+        content_delivery=ContentDelivery.REDIRECT,
         log_json=False,
     )
     monkeypatch.setenv("RUSHES_POOL", "another")
     for name, value in settings_environment(settings).items():
         monkeypatch.setenv(name, value)
-    assert Settings() == settings  # type: ignore[call-arg]
+    assert Settings() == settings  # pyright: ignore[reportCallIssue]
 
 
 def test_ranks_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

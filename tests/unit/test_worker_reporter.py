@@ -1,5 +1,5 @@
+import socket
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,9 +15,9 @@ REQUEST = RenderRequest("video_1", 1, "a wave", seed=7, width=64, height=48, num
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[Connection, Connection]]:
-    ours, theirs = Pipe()
-    with ours, theirs:
-        yield ours, theirs
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as mine, Connection(theirs.detach()) as other:
+        yield mine, other
 
 
 @pytest.fixture

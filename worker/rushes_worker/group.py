@@ -89,9 +89,9 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._open: dict[Connection, int] = {}
         self._failed: set[int] = set()
-        rendezvous = directory / f"rendezvous-{epoch}"
+        self._rendezvous = directory / f"rendezvous-{epoch}"
         for rank in range(plan.sp):
-            self._spawn(rank, rendezvous)
+            self._spawn(rank)
         self.expect(plan.start_timeout_seconds, "loading")
         log.info("group_starting", epoch=epoch, pids=self.pids)
 
@@ -164,9 +164,10 @@ class RankGroup:
                 log.error("rank_unkillable", rank=rank, pid=process.pid)
         for connection in self._connections:
             connection.close()
+        self._rendezvous.unlink(missing_ok=True)
         log.info("group_ended", epoch=self.epoch, reason=reason, **fields)
 
-    def _spawn(self, rank: int, rendezvous: Path) -> None:
+    def _spawn(self, rank: int) -> None:
         plan = self._plan
         ours, theirs = socket.socketpair()
         with theirs:
@@ -190,7 +191,7 @@ class RankGroup:
                 device=f"cuda:{rank}" if plan.kind == "cuda" else "cpu",
                 pipeline=plan.pipeline,
                 checkpoint=plan.checkpoint,
-                rendezvous=rendezvous,
+                rendezvous=self._rendezvous,
                 # a rank may wait for a slower one as long as the group may be silent, and a little longer: the
                 # supervisor's deadline is the one that says what was waited for
                 collective_timeout_seconds=max(plan.start_timeout_seconds, plan.stage_timeout_seconds) + 30,

@@ -4,6 +4,7 @@ One thread with a connection of its own, so that nothing else can hold up a rene
 up nothing else.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -107,6 +108,14 @@ class Heartbeat:
         self._condition.notify()
 
     def _run(self) -> None:
+        try:
+            self._beat()
+        except Exception:
+            # a replica without a heartbeat would lose every job that it claims: start again from the beginning
+            log.exception("heartbeat_died")
+            os._exit(1)
+
+    def _beat(self) -> None:
         while True:
             with self._condition:
                 due = min(self._beat_at, self._watch_at) if self._held else self._beat_at

@@ -32,8 +32,10 @@ class HintListener:
         self._thread = threading.Thread(target=self._run, name="hints", daemon=True)
 
     def start(self) -> None:
-        # it reports every attempt to reconnect with a traceback
+        # the first tells of a lost connection with a traceback, the others of every single hint
         logging.getLogger("celery.worker.consumer.consumer").setLevel(logging.ERROR)
+        for name in ("celery.worker.strategy", "celery.app.trace"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         self._thread.start()
 
     def _run(self) -> None:

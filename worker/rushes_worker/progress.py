@@ -15,12 +15,12 @@ _SHARES: dict[Phase, tuple[int, int]] = {
 class Progress:
     """Where one attempt is. Never goes back to an earlier phase or a lower percentage."""
 
-    def __init__(self, *, num_steps: int, num_units: int) -> None:
+    def __init__(self, *, num_steps: int, num_units: int = 1) -> None:
         self.phase = Phase.ENCODING
         self.completed_steps = 0
         self.percent = 0
         self._num_steps = num_steps
-        self._num_units = num_units
+        self.num_units = num_units
         self._units = 0
 
     def enter(self, phase: Phase, completed_steps: int = 0) -> None:
@@ -39,7 +39,7 @@ class Progress:
         begin, end = _SHARES[self.phase]
         done = {
             Phase.DENOISING: self.completed_steps / self._num_steps,
-            Phase.DECODING: min(1.0, self._units / self._num_units),
+            Phase.DECODING: min(1.0, self._units / self.num_units),
         }.get(self.phase, 0.0)
         self.percent = max(self.percent, begin + int(done * (end - begin)))
 

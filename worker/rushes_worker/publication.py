@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from rushes_core.errors import RushesError, StorageError
+from rushes_core.errors import GenerationError, RushesError, StorageError
 from rushes_core.log import get_logger
 from rushes_core.states import Phase
 from rushes_core.storage import ObjectStore
@@ -100,8 +100,12 @@ class Publication:
                 self._enter(Phase.UPLOADING)
                 self._upload(facts)
                 self._facts = facts
-        except (RushesError, OSError) as error:
+        except RushesError as error:
             self._error = error
+        except Exception as error:
+            # whatever it was, the owner waits for an outcome
+            log.exception("publication_failed")
+            self._error = GenerationError(f"The clip could not be published ({type(error).__name__}).")
         with self._lock:
             self._ended = True
             given_up = self._given_up.is_set()

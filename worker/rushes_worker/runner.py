@@ -56,8 +56,8 @@ from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
 
-_SETTLE_SECONDS = 3.0
-"""How long the other ranks may take to end a render that one rank ended early."""
+_SETTLE_SECONDS = {True: 10.0, False: 3.0}
+"""How long the other ranks may take to report an error that one rank reported, by whether that rank can go on."""
 _TICK_SECONDS = 0.5
 
 
@@ -142,11 +142,10 @@ class _Attempt:
         self._job = job
         self._lease = lease
         self._group = group
-        self._clip = Clip(job.num_frames)
         self._directory = runner.scratch.path / f"attempt-{lease.fence}"
         self._path = self._directory / "video.mp4"
         self._key = result_key(job.project, job.id, job.attempt, lease.fence)
-        self._progress = Progress(num_steps=runner.contract.num_forwards, num_units=self._clip.num_units)
+        self._progress = Progress(num_steps=runner.contract.num_forwards)
         self._phases = _PhaseClock(self._progress.phase)
 
     def run(self) -> bool:
@@ -188,7 +187,11 @@ class _Attempt:
             GenerationError: the ranks or the media process failed.
         """
         group, job, media = self._group, self._job, self._runner.media
-        media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
+        try:
+            self._progress.num_units = Clip(job.num_frames).num_units
+            media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
         request = RenderRequest(job.id, job.attempt, job.prompt, job.seed, job.width, job.height, job.num_frames)
         serial = group.render(request, self._directory)
         outcomes: dict[int, Outcome] = {}
@@ -228,8 +231,9 @@ class _Attempt:
         outcomes[rank] = outcome
         if isinstance(outcome, Failed):
             log.warning("render_failed", rank=rank, kind=outcome.kind, stage=outcome.stage, trace=outcome.traceback)
-        if not isinstance(outcome, Done) and len(outcomes) < self._group.size:
-            self._group.expect(_SETTLE_SECONDS, "waiting for the other ranks to stop")
+        if isinstance(outcome, Refused | Failed) and len(outcomes) < self._group.size:
+            intact = isinstance(outcome, Refused) or outcome.intact
+            self._group.expect(_SETTLE_SECONDS[intact], "waiting for the other ranks")
 
     def _reason_to_stop(self) -> Exception | None:
         if self._lease.cancel_requested:
