@@ -176,6 +176,9 @@ class ApiProcess:
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
         self._listener.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,36 @@
+"""One running Rushes with the tiny checkpoint for the tests that leave it as it is, and one clip that it rendered."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.api import API_KEY
+from support.checkpoints import tiny_checkpoint
+from support.service import Rendered, Service
+from support.stack import SharedStack
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def shared_service(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    settings = stack.settings(checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch")
+    with Service(settings, folder) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    """The shared service, ready and idle."""
+    shared_service.wait_ready()
+    return shared_service
+
+
+@pytest.fixture(scope="session")
+def reference(shared_service: Service) -> Rendered:
+    """The clip of `REQUEST`, rendered in peace and watched while it was."""
+    return shared_service.render()

@@ -1,0 +1,173 @@
+"""A running Rushes for tests: API, dispatcher and worker as processes of their own, on the session's servers."""
+
+import subprocess
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from rushes_core.models import Job, Replica
+from rushes_core.settings import Settings
+from rushes_core.states import FINAL_STATES
+from rushes_core.storage import job_prefix
+from rushes_worker.child import settings_environment
+from support.api import AUTHORIZED, ApiProcess
+from support.commands import RUSHES
+from support.stack import s3_client, settings_env
+from support.worker import Jobs, Worker, eventually
+
+REQUEST: dict[str, Any] = {
+    "prompt": "Waves roll against a lighthouse at dusk while a gull calls",
+    "seconds": "4",
+    "size": "480x480",
+    "seed": 7,
+}
+NUM_FRAMES = 107
+
+_FINAL_STATUS = {state.public_status for state in FINAL_STATES}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a client saw of a job, between two looks at its row, and the replicas after that."""
+
+    before: Job
+    video: dict[str, Any]
+    after: Job
+    replicas: list[Replica]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A job from its first answer to its clip."""
+
+    posted: dict[str, Any]
+    samples: list[Sample]
+    data: bytes
+
+    @property
+    def video(self) -> dict[str, Any]:
+        """The last answer."""
+        return self.samples[-1].video
+
+    @property
+    def id(self) -> str:
+        video_id: str = self.posted["id"]
+        return video_id
+
+
+class DispatcherProcess:
+    """A running `rushes dispatcher`."""
+
+    def __init__(self, settings: Settings, log: Path) -> None:
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*RUSHES, "dispatcher"],
+                env=settings_environment(settings),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Service:
+    """Everything of Rushes between `with` and its end. Each part can be killed and started again."""
+
+    def __init__(self, settings: Settings, folder: Path, *, layout: str = "r1s1") -> None:
+        self.settings = settings
+        self.jobs = Jobs(settings)
+        self._folder = folder
+        self._layout = layout
+        self._running = ExitStack()
+        self._bucket = s3_client(settings_env(settings))
+
+    def __enter__(self) -> Self:
+        self._running.callback(self.jobs.close)
+        try:
+            self.start_api()
+            self.start_dispatcher()
+            self.worker = self._running.enter_context(
+                Worker(self.settings, self._folder / "worker.log", layout=self._layout)
+            )
+            self.wait_ready()
+        except BaseException:
+            self._running.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running.__exit__(kind, error, trace)
+
+    def start_api(self) -> None:
+        """Start an API process, which takes the place of the one before."""
+        self.api = self._running.enter_context(ApiProcess(self.settings, self._folder / "api.log"))
+        self.http = self._running.enter_context(
+            httpx.Client(base_url=self.api.url, headers=AUTHORIZED, timeout=60, trust_env=False)
+        )
+
+    def start_dispatcher(self) -> None:
+        self.dispatcher = self._running.enter_context(DispatcherProcess(self.settings, self._folder / "dispatcher.log"))
+
+    def wait_ready(self) -> None:
+        """Return when a job could be rendered, and none is."""
+        num_replicas = int(self._layout[1 : self._layout.index("s")])
+        eventually(lambda: self.http.get("/readyz").status_code == 200)
+        self.jobs.wait_ready(num_replicas)
+
+    def post(self, **changes: Any) -> dict[str, Any]:
+        """The answer to `REQUEST` with `changes`; None leaves a field out."""
+        body = {name: value for name, value in (REQUEST | changes).items() if value is not None}
+        return _json(self.http.post("/v1/videos", json=body))
+
+    def get(self, video_id: str) -> dict[str, Any]:
+        return _json(self.http.get(f"/v1/videos/{video_id}"))
+
+    def content(self, video_id: str) -> bytes:
+        return self.http.get(f"/v1/videos/{video_id}/content").raise_for_status().content
+
+    def watch(self, video_id: str) -> list[Sample]:
+        """The job seen again and again until it is completed."""
+        samples: list[Sample] = []
+
+        def is_final() -> bool:
+            before, video, after = self.jobs.get(video_id), self.get(video_id), self.jobs.get(video_id)
+            samples.append(Sample(before, video, after, self.jobs.replicas()))
+            return video["status"] in _FINAL_STATUS
+
+        eventually(is_final, seconds=120)
+        assert samples[-1].video["status"] == "completed", samples[-1].video
+        return samples
+
+    def render(self, **changes: Any) -> Rendered:
+        """Post `REQUEST` with `changes`, wait for the clip and fetch it."""
+        posted = self.post(**changes)
+        samples = self.watch(posted["id"])
+        return Rendered(posted, samples, self.content(posted["id"]))
+
+    def stored(self, video_id: str) -> dict[str, bytes]:
+        """What lies in the bucket of a job, by key."""
+        job = self.jobs.get(video_id)
+        bucket = self.settings.s3_bucket
+        listed = self._bucket.list_objects_v2(Bucket=bucket, Prefix=job_prefix(job.project, job.id))
+        keys = [item["Key"] for item in listed.get("Contents", ())]
+        return {key: self._bucket.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    assert response.is_success, response.text
+    body: dict[str, Any] = response.json()
+    return body
