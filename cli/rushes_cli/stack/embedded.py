@@ -88,7 +88,7 @@ class EmbeddedStack:
             status = child.popen.wait()
         finally:
             child.ask_to_stop()
-            child.wait_stopped(5)
+            child.wait_stopped()
         if status != 0:
             raise child.failure(f"ended with status {status}")
 

@@ -125,7 +125,7 @@ class Postgres(Server):
                 raise child.failure(f"did not finish within {INITDB_TIMEOUT_SECONDS:g} s") from None
             finally:
                 child.ask_to_stop()
-                child.wait_stopped(5)
+                child.wait_stopped()
         if status != 0:
             raise child.failure(f"ended with status {status}")
         partial.rename(self._data)

@@ -56,7 +56,8 @@ class Child:
     log: Path
     log_start: int
     stop_signal: signal.Signals
-    _stopping_since: float | None = field(default=None, init=False)
+    stop_seconds: float
+    _kill_at: float | None = field(default=None, init=False)
 
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
@@ -77,14 +78,15 @@ class Child:
 
     def ask_to_stop(self) -> None:
         """Send the stop signal, once."""
-        if self._stopping_since is None and self.poll() is None:
-            self._stopping_since = time.monotonic()
+        if self._kill_at is None and self.poll() is None:
+            self._kill_at = time.monotonic() + self.stop_seconds
             self.popen.send_signal(self.stop_signal)
 
-    def wait_stopped(self, timeout_seconds: float) -> None:
-        """Wait for the end; after `timeout_seconds` kill the whole process group."""
+    def wait_stopped(self) -> None:
+        """Wait for the end; `stop_seconds` after it was asked to stop, kill its process group."""
+        left = 0.0 if self._kill_at is None else self._kill_at - time.monotonic()
         try:
-            self.popen.wait(timeout_seconds)
+            self.popen.wait(max(0.0, left))
         except subprocess.TimeoutExpired:
             os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
@@ -99,6 +101,7 @@ def spawn(
     env: Mapping[str, str],
     stop_signal: signal.Signals = signal.SIGTERM,
     death_signal: signal.Signals | None = None,
+    stop_seconds: float = 15.0,
     user: tuple[int, int] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Child:
@@ -110,6 +113,7 @@ def spawn(
     Args:
         stop_signal: what `Child.ask_to_stop` sends.
         death_signal: None is the same as `stop_signal`.
+        stop_seconds: how long it may take to stop before it is killed.
         user: (uid, gid) to run as; None keeps the caller's.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -128,7 +132,9 @@ def spawn(
             pass_fds=pass_fds,
         )
         log_start = output.seek(0, os.SEEK_END)
-    return Child(name, popen, ProcessIdentity.of(name, popen.pid, stop_signal), log, log_start, stop_signal)
+    return Child(
+        name, popen, ProcessIdentity.of(name, popen.pid, stop_signal), log, log_start, stop_signal, stop_seconds
+    )
 
 
 def guarded(command: Sequence[str | Path], death_signal: signal.Signals, user: tuple[int, int] | None) -> list[str]:
@@ -138,14 +144,13 @@ def guarded(command: Sequence[str | Path], death_signal: signal.Signals, user: t
     return [str(word) for word in words]
 
 
-def stop_all(children: Iterable[Child], *, timeout_seconds: float = 15.0) -> None:
-    """Ask all to stop, then wait for all; what is left after `timeout_seconds` is killed."""
+def stop_all(children: Iterable[Child]) -> None:
+    """Ask all to stop, then wait for all."""
     children = list(children)
     for child in children:
         child.ask_to_stop()
-    deadline = time.monotonic() + timeout_seconds
     for child in children:
-        child.wait_stopped(max(0.0, deadline - time.monotonic()))
+        child.wait_stopped()
 
 
 def end_leftovers(identities: Iterable[ProcessIdentity], *, timeout_seconds: float = 8.0) -> None:

@@ -17,6 +17,8 @@ class Server(ABC):
 
     name: str
     stop_signal: signal.Signals
+    death_signal: signal.Signals | None = None
+    stop_seconds: float = 15.0
     lost_race: tuple[str, ...]
     """Phrases in its output that say that a port or a lock was taken, so that another try makes sense."""
 
@@ -57,7 +59,7 @@ class Server(ABC):
             if not raced or is_late:
                 raise self.child.failure(f"ended with status {status} before it answered")
             self.child.ask_to_stop()
-            self.child.wait_stopped(10)
+            self.child.wait_stopped()
             time.sleep(0.1)
             self.launch()
             return False
@@ -83,6 +85,8 @@ class Server(ABC):
             cwd=cwd,
             env=server_environment(self.directory),
             stop_signal=self.stop_signal,
+            death_signal=self.death_signal,
+            stop_seconds=self.stop_seconds,
             user=user,
         )
         self.state.remember_child(self.child)
