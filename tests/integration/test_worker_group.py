@@ -9,7 +9,8 @@ import pytest
 from rushes_worker.commands import Done, Failed, Outcome, Refused, Report, Stopped, UnitReady
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.pipeline.base import RenderRequest
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, is_alive
+from support.processes import is_alive
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS
 
 StartGroup = Callable[..., RankGroup]
 

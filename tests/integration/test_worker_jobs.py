@@ -12,8 +12,9 @@ from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_core.storage import ObjectStore, job_prefix
+from support.processes import children, is_alive
 from support.stack import SharedStack, s3_client, settings_env
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, children, is_alive, write_contract
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, write_contract
 
 
 @pytest.fixture(scope="module")

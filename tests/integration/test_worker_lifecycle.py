@@ -13,8 +13,9 @@ from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from support.forwarder import Forwarder
+from support.processes import children, is_alive
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, Worker, children, eventually, is_alive, write_contract
+from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
 
 StartWorker = Callable[..., Worker]
 NOWHERE = "redis://127.0.0.1:1/0"

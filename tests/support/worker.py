@@ -26,6 +26,7 @@ from rushes_worker.launcher import run
 from sqlalchemy import create_engine, func, select, text, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
+from support.processes import children, descendants
 
 T = TypeVar("T")
 
@@ -273,34 +274,6 @@ class Worker:
     def supervisors(self) -> list[int]:
         """Their process numbers."""
         return children(self._process.pid)
-
-
-def children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`."""
-    return [number for number, parent in _parents().items() if parent == pid]
-
-
-def descendants(pid: int) -> list[int]:
-    """Every process that `pid` started, and theirs."""
-    return [one for child in children(pid) for one in (child, *descendants(child))]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie does not."""
-    return pid in _parents()
-
-
-def _parents() -> dict[int, int]:
-    """Every running process with its parent."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] not in "ZX":
-            found[int(path.parent.name)] = int(fields[1])
-    return found
 
 
 if __name__ == "__main__":
