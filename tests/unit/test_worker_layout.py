@@ -29,9 +29,3 @@ def test_degree_that_cannot_split_the_heads_is_refused(sp: int) -> None:
 def test_number_of_replicas_is_bounded(replicas: int) -> None:
     with pytest.raises(ValueError, match=rf"replicas must be in 1..64, got {replicas}"):
         Layout.parse(f"r{replicas}s1")
-
-
-def test_layout_is_checked_against_the_heads_of_a_checkpoint() -> None:
-    Layout.parse("r1s2").check_heads(4)
-    with pytest.raises(ValueError, match="layout r1s8: 4 attention heads cannot be split over s=8"):
-        Layout.parse("r1s8").check_heads(4)

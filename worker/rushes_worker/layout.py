@@ -47,10 +47,5 @@ class Layout:
         """Ranks of all replicas together."""
         return self.replicas * self.sp
 
-    def check_heads(self, num_heads: int) -> None:
-        """Raise `ValueError` unless a checkpoint with `num_heads` attention heads can be split this way."""
-        if num_heads % self.sp:
-            raise ValueError(f"layout {self}: {num_heads} attention heads cannot be split over s={self.sp} ranks")
-
     def __str__(self) -> str:
         return f"r{self.replicas}s{self.sp}"

@@ -22,7 +22,7 @@ from rushes_worker.commands import Boot, Done, Failed, Outcome, Ready, Refused, 
 from rushes_worker.pipeline.base import Cancelled, Pipeline
 from rushes_worker.reporter import Agreement, RankReporter, alone
 
-log = get_logger(__name__)
+log = get_logger("rushes_worker.rank")
 
 
 class Rank:
@@ -157,7 +157,8 @@ def main(arguments: list[str]) -> int:
         try:
             rank = Rank(boot, connection)
         except (RushesError, ValueError) as error:
-            log.exception("rank_unfit")
+            # what is raised on purpose says where in its message
+            log.error("rank_unfit", error=str(error), exc_info=not isinstance(error, RushesError))
             connection.send(Unfit(str(error)))
             return 1
         try:

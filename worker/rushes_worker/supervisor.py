@@ -37,7 +37,7 @@ from rushes_worker.scratch import Scratch
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
-log = get_logger(__name__)
+log = get_logger("rushes_worker.supervisor")
 
 _MAX_BACKOFF_SECONDS = 30.0
 _JITTER = 0.25
