@@ -59,7 +59,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
 # The lock is complete, so pip need not resolve anything: --no-deps.
-pip_install() { "$VENV/bin/python" -m pip install --quiet --no-deps "$@"; }
+pip_install() { "$VENV/bin/python" -m pip install -qq --no-deps "$@"; }
 
 # torch apart from the rest: the CPU build is not on PyPI, and its hash is that of one platform.
 awk '/^torch==/ {found = 1; print; next} found && /^ / {print; next} {found = 0}' requirements/cpu.lock >"$work/torch.lock"
@@ -67,16 +67,20 @@ awk '/^torch==/ {found = 1; next} found && /^ / {next} {found = 0; print}' requi
 torch=$(awk '/^torch==/ {print $1}' "$work/torch.lock")
 [ -n "$torch" ] || fail "requirements/cpu.lock names no torch"
 
-say "installing $torch (about 200 MB)"
 platform=$("$VENV/bin/python" -c 'import platform, sys; print(*sys.version_info[:2], platform.machine())')
+say "installing $torch (about 200 MB)"
 if [ "$platform" = "3 11 x86_64" ]; then
     pip_install --require-hashes -r "$work/torch.lock" 2>"$work/error" ||
-        pip_install --require-hashes -r "$work/torch.lock" --index-url "$TORCH_INDEX_URL" ||
+        pip_install --require-hashes -r "$work/torch.lock" --index-url "$TORCH_INDEX_URL" 2>>"$work/error" ||
         { cat "$work/error" >&2; fail "$torch was found neither by pip's own configuration nor at $TORCH_INDEX_URL"; }
 else
     say "NOTE: the lock holds the hash of torch for Python 3.11 on x86_64; here torch is installed without a hash"
-    pip_install "$torch" 2>"$work/error" || pip_install "$torch" --index-url "$TORCH_INDEX_URL" ||
-        { cat "$work/error" >&2; fail "$torch was found neither by pip's own configuration nor at $TORCH_INDEX_URL"; }
+    pip_install "$torch" 2>"$work/error" ||
+        pip_install "$torch" --index-url "$TORCH_INDEX_URL" 2>>"$work/error" || {
+        say "NOTE: no CPU build of torch was found for this Python; taking the general build (gigabytes with CUDA)"
+        "$VENV/bin/python" -m pip install -qq "${torch%+cpu}" 2>>"$work/error" ||
+            { cat "$work/error" >&2; fail "no build of ${torch%+cpu} was found for this Python"; }
+    }
 fi
 
 say "installing the other packages of requirements/cpu.lock (about a minute)"
