@@ -13,7 +13,7 @@ from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES
 from rushes_core.storage import job_prefix
 from rushes_worker.child import settings_environment
-from support.api import AUTHORIZED, ApiProcess
+from support.api import AUTHORIZED, ApiProcess, JobDriver
 from support.commands import RUSHES
 from support.stack import s3_client, settings_env
 from support.worker import Jobs, Worker, eventually
@@ -85,21 +85,26 @@ class DispatcherProcess:
 class Service:
     """Everything of Rushes between `with` and its end. Each part can be killed and started again."""
 
-    def __init__(self, settings: Settings, folder: Path, *, layout: str = "r1s1") -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, *, layout: str = "r1s1", worker_env: dict[str, str] | None = None
+    ) -> None:
         self.settings = settings
         self.jobs = Jobs(settings)
+        self._driver = JobDriver(settings)
         self._folder = folder
         self._layout = layout
+        self._worker_env = worker_env
         self._running = ExitStack()
         self._bucket = s3_client(settings_env(settings))
 
     def __enter__(self) -> Self:
         self._running.callback(self.jobs.close)
+        self._running.callback(self._driver.close)
         try:
             self.start_api()
             self.start_dispatcher()
             self.worker = self._running.enter_context(
-                Worker(self.settings, self._folder / "worker.log", layout=self._layout)
+                Worker(self.settings, self._folder / "worker.log", layout=self._layout, env=self._worker_env)
             )
             self.wait_ready()
         except BaseException:
@@ -157,6 +162,10 @@ class Service:
         posted = self.post(**changes)
         samples = self.watch(posted["id"])
         return Rendered(posted, samples, self.content(posted["id"]))
+
+    def num_rows(self) -> int:
+        """Jobs that were ever accepted."""
+        return self._driver.num_rows()
 
     def stored(self, video_id: str) -> dict[str, bytes]:
         """What lies in the bucket of a job, by key."""

@@ -1,0 +1,117 @@
+"""A part of the worker is killed in the middle of a job: the job runs again, and its clip is the same."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rushes_core.models import Job
+from support.api import API_KEY
+from support.processes import children, descendants, is_alive
+from support.service import Rendered, Service
+from support.stack import SharedStack
+from support.worker import eventually
+
+
+@pytest.fixture(scope="module")
+def fragile_service(
+    stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """A service whose lost leases are noticed soon."""
+    folder = tmp_path_factory.mktemp("fragile")
+    settings = stack.settings(
+        checkpoint=checkpoint,
+        api_key=API_KEY,
+        scratch=folder / "scratch",
+        lease_seconds=5,
+        heartbeat_seconds=0.5,
+    )
+    with Service(settings, folder) as service:
+        yield service
+
+
+@pytest.fixture
+def service(fragile_service: Service) -> Service:
+    fragile_service.wait_ready()
+    return fragile_service
+
+
+def ranks(service: Service) -> list[int]:
+    (replica,) = [one for one in service.jobs.replicas() if one.state in ("ready", "busy")]
+    pids: list[int] = replica.detail["ranks"]
+    return pids
+
+
+def kill_while_denoising(service: Service, pid: int) -> str:
+    """Post the reference request and kill process `pid` in the middle of it; the job's id."""
+    video_id: str = service.post()["id"]
+    service.jobs.wait_for_step(video_id, 1)
+    os.kill(pid, signal.SIGKILL)
+    assert service.jobs.get(video_id).phase == "denoising"
+    return video_id
+
+
+def check_second_attempt(service: Service, video_id: str, reference: Rendered) -> Job:
+    """The second attempt made the clip of an undisturbed run, and the history says so."""
+    job = service.jobs.wait_completed(video_id)
+    assert (job.attempt, job.progress) == (2, 100)
+    assert service.get(video_id)["attempt"] == 2
+    first, second = service.jobs.attempts(video_id)
+    assert (first.attempt, first.outcome) == (1, "queued")
+    assert (second.attempt, second.outcome, second.error) == (2, "completed", None)
+    again = ["queued", "claimed", "running"]
+    assert service.jobs.states(video_id) == [*again, *again, "completed"]
+    assert job.result is not None
+    assert service.stored(video_id) == {job.result["key"]: reference.data}
+    eventually(lambda: not list(service.settings.scratch.glob("*/attempt-*")))
+    return job
+
+
+def test_killed_rank_is_replaced_and_its_job_runs_again(service: Service, reference: Rendered) -> None:
+    (rank,) = ranks(service)
+    (before,) = service.jobs.replicas()
+    video_id = kill_while_denoising(service, rank)
+    job = check_second_attempt(service, video_id, reference)
+
+    assert (job.crash_count, job.error_count) == (1, 0)
+    first, _ = service.jobs.attempts(video_id)
+    assert first.error == {
+        "code": "worker_lost",
+        "message": "Rank 0 of the worker was killed by SIGKILL.",
+        "stage": "denoising",
+    }
+    (after,) = service.jobs.wait_ready()
+    assert (after.id, after.epoch) == (before.id, before.epoch + 1)
+    assert not is_alive(rank)
+    assert ranks(service) != [rank]
+
+
+def test_killed_media_process_is_replaced_and_its_job_runs_again(service: Service, reference: Rendered) -> None:
+    pids = ranks(service)
+    (supervisor,) = service.worker.supervisors
+    (media,) = set(children(supervisor)) - set(pids)
+    video_id = kill_while_denoising(service, media)
+    job = check_second_attempt(service, video_id, reference)
+
+    assert (job.crash_count, job.error_count) == (0, 1)
+    assert not is_alive(media)
+    # the model stays loaded
+    assert ranks(service) == pids
+
+
+def test_killed_supervisor_takes_its_group_along_and_its_job_runs_again(service: Service, reference: Rendered) -> None:
+    (supervisor,) = service.worker.supervisors
+    group = descendants(supervisor)
+    assert len(group) == 2
+    video_id = kill_while_denoising(service, supervisor)
+    eventually(lambda: not any(is_alive(pid) for pid in (supervisor, *group)), seconds=10)
+    job = check_second_attempt(service, video_id, reference)
+
+    assert (job.crash_count, job.error_count) == (1, 0)
+    first, second = service.jobs.attempts(video_id)
+    assert first.error is not None
+    assert first.error["code"] == "worker_lost"
+    assert first.lease_owner != second.lease_owner
+    # the new supervisor has removed what the old one left on disk
+    assert len(list(service.settings.scratch.iterdir())) == 1

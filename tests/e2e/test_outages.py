@@ -1,0 +1,51 @@
+"""Redis, the API and the dispatcher come and go: every job that was accepted is completed, once."""
+
+from redis import Redis
+from rushes_core.queue import HintQueue
+from support.service import Service
+from support.worker import eventually
+
+
+def check_completed_once(service: Service, *ids: str) -> None:
+    for video_id in ids:
+        job = service.jobs.wait_completed(video_id)
+        assert (job.attempt, job.crash_count, job.error_count) == (1, 0, 0)
+        assert service.jobs.states(video_id) == ["queued", "claimed", "running", "completed"]
+        assert job.result is not None
+        assert list(service.stored(video_id)) == [job.result["key"]]
+
+
+def test_redis_loses_everything_while_jobs_wait(service: Service) -> None:
+    running, waiting = service.post(seed=1)["id"], service.post(seed=2)["id"]
+    service.jobs.wait_for_step(running, 1)
+    with Redis.from_url(service.settings.redis_url) as redis:
+        redis.flushall()
+        assert service.get(waiting)["status"] == "queued"
+        check_completed_once(service, running, waiting)
+        # the worker still listens
+        hints = HintQueue(service.settings)
+        hints.top_up(1)
+        hints.close()
+        eventually(lambda: redis.llen(service.settings.gpu_queue) == 0)
+
+
+def test_api_is_killed_between_post_and_get(service: Service) -> None:
+    video_id = service.post(seed=4)["id"]
+    service.api.kill()
+    service.start_api()
+    assert service.get(video_id)["status"] in ("queued", "in_progress")
+    check_completed_once(service, video_id)
+    assert [service.content(video_id)] == list(service.stored(video_id).values())
+
+
+def test_dispatcher_is_killed_and_started_again(service: Service) -> None:
+    service.dispatcher.kill()
+    alone = service.post(seed=5)["id"]
+    check_completed_once(service, alone)
+    deleted = service.http.delete(f"/v1/videos/{alone}")
+    assert deleted.json()["deleted"] is True
+    assert service.stored(alone)
+
+    service.start_dispatcher()
+    # it does what was left undone
+    eventually(lambda: not service.stored(alone))
