@@ -1,0 +1,28 @@
+"""Six rows of the fault matrix, one run each. `make faults` plays all of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.faults.matrix import play
+from support.faults.scenarios import ROWS
+from support.faults.servers import Servers
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers of these tests alone: they are killed and started again."""
+    with Servers(tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
+
+
+@pytest.mark.parametrize("number", [6, 7, 17, 24, 28, 35])
+def test_invariants_hold_under(servers: Servers, tmp_path: Path, number: int) -> None:
+    outcome = play(ROWS[number], servers, tmp_path, seed=number)
+    assert outcome.violations == [], outcome.history
+
+
+def test_every_row_is_played_or_says_why_not() -> None:
+    assert set(ROWS) == set(range(1, 42))
+    assert all((row.play is None) == bool(row.why_not) for row in ROWS.values())
+    assert {row.number for row in ROWS.values() if row.in_suite} == {6, 7, 17, 24, 28, 35}

@@ -1,0 +1,18 @@
+"""The API on a canvas small enough for a few dozen clips a minute, with the faults of the environment."""
+
+import os
+
+from fastapi import FastAPI
+from rushes_api import app
+from rushes_core.canvas import BY_SIZE, Canvas
+from support.faults.mutants import commit_after_answer
+
+SIZE = "64x64"
+BY_SIZE[SIZE] = Canvas("1:1", 64, 64, 64)
+
+
+def create_app() -> FastAPI:
+    created = app.create_app()
+    if os.environ.get("FAULT_MUTANT") == "commit after answer":
+        commit_after_answer(created, seconds=2.0)
+    return created

@@ -1,0 +1,570 @@
+"""A small Rushes under fault: real processes, a client that writes everything down, and what is left at the end."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+import psycopg
+from psycopg.rows import dict_row
+from redis import Redis
+from rushes_core.settings import Settings
+from rushes_worker.child import settings_environment
+from sqlalchemy import make_url
+from support.api import API_KEY, AUTHORIZED
+from support.checkpoints import tiny_checkpoint
+from support.faults.api import SIZE
+from support.faults.history import History, load
+from support.faults.proxy import S3Proxy, TcpProxy
+from support.faults.servers import Servers
+from support.processes import children, descendants, is_alive
+from support.stack import libpq_url, s3_client, settings_env, settings_of
+
+TESTS = Path(__file__).parents[2]
+LEASE_SECONDS = 4
+QUIESCE_SECONDS = 120.0
+CLIENT_TIMEOUT_SECONDS = 15.0
+TABLES = ("jobs", "job_attempts", "job_events", "outbox", "replicas")
+FINAL = ("completed", "failed", "cancelled", "expired")
+
+
+class Process:
+    """One process of Rushes, with its log."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path, *, fds: Sequence[int] = ()) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", *command],
+                env=env
+                | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def wait(self, seconds: float) -> int:
+        return self._popen.wait(seconds)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of its log."""
+        for line in self.log.read_text(errors="replace").splitlines():
+            if line.startswith("{"):
+                with suppress(json.JSONDecodeError):
+                    yield json.loads(line)
+
+
+class Worker(Process):
+    """A worker on the scripted pipeline."""
+
+    def __init__(self, name: str, settings: Settings, log: Path, env: dict[str, str], *, layout: str) -> None:
+        self.name = name
+        self.layout = layout
+        environment = settings_environment(settings) | env
+        super().__init__(["-m", "support.faults.worker", layout], environment, log)
+
+    @property
+    def supervisors(self) -> list[int]:
+        return children(self.pid)
+
+    def resume(self) -> None:
+        """Let go on whatever of it is stopped."""
+        for pid in [self.pid, *descendants(self.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+class Api(Process):
+    """An API process on a socket that outlives it."""
+
+    def __init__(self, settings: Settings, log: Path, env: dict[str, str], fd: int) -> None:
+        command = ["-m", "uvicorn", "--factory", "support.faults.api:create_app", "--fd", str(fd)]
+        super().__init__(command, os.environ | settings_env(settings) | env, log, fds=[fd])
+
+
+class Client:
+    """Calls the API and writes every call down. Any thread may use it."""
+
+    def __init__(self, url: str, history: History) -> None:
+        self._history = history
+        self._http = httpx.Client(base_url=url, headers=AUTHORIZED, timeout=CLIENT_TIMEOUT_SECONDS, trust_env=False)
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def create(
+        self, prompt: str = "a wave", *, key: str | None = None, poison: bool = False, tries: int = 1, **fields: Any
+    ) -> str | None:
+        """Post a job, again under the same key while the answer is unknown or 503; its id once it is accepted."""
+        with self._lock:
+            self._count += 1
+            key = key or f"key-{self._count}"
+        body = {"prompt": prompt, "seconds": "4", "size": SIZE, "seed": 7, "metadata": {"key": key}} | fields
+        for attempt in range(tries):
+            if attempt:
+                time.sleep(min(1.0, 0.2 * 2**attempt))
+            answer = self._call(
+                "create", "POST", "/v1/videos", json=body, headers={"Idempotency-Key": key}, key=key, poison=poison
+            )
+            if answer is not None and answer.is_success:
+                video_id: str = answer.json()["id"]
+                return video_id
+        return None
+
+    def cancel(self, job_id: str) -> httpx.Response | None:
+        return self._call("cancel", "POST", f"/v1/videos/{job_id}/cancel", job=job_id)
+
+    def delete(self, job_id: str) -> httpx.Response | None:
+        return self._call("delete", "DELETE", f"/v1/videos/{job_id}", job=job_id)
+
+    def retry(self, job_id: str) -> httpx.Response | None:
+        return self._call("retry", "POST", f"/v1/videos/{job_id}/retry", job=job_id)
+
+    def get(self, job_id: str) -> httpx.Response | None:
+        return self._call("get", "GET", f"/v1/videos/{job_id}", job=job_id)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(
+        self,
+        op: str,
+        method: str,
+        path: str,
+        *,
+        job: str | None = None,
+        json: Any = None,
+        headers: dict[str, str] | None = None,
+        **data: Any,
+    ) -> httpx.Response | None:
+        began = time.monotonic()
+        self._history.add(op, "invoke", proc="client", job=job, **data)
+        try:
+            answer = self._http.request(method, path, json=json, headers=headers)
+        except httpx.HTTPError as error:
+            seconds = time.monotonic() - began
+            self._history.add(op, "info", proc="client", job=job, seconds=seconds, error=repr(error), **data)
+            return None
+        seconds = time.monotonic() - began
+        phase = "ok" if answer.is_success else "info" if answer.status_code >= 500 else "fail"
+        code = None
+        if answer.is_success and op == "create":
+            job = answer.json()["id"]
+        elif not answer.is_success:
+            with suppress(ValueError, KeyError, TypeError):
+                code = answer.json()["error"]["code"]
+        self._history.add(
+            op, phase, proc="client", job=job, seconds=seconds, status=answer.status_code, code=code, **data
+        )
+        return answer
+
+
+@dataclass
+class Load:
+    """Jobs that a thread posts while faults happen: short ones, some cancelled, some deleted."""
+
+    client: Client
+    random: random.Random
+    count: int
+    gap_seconds: float = 0.15
+    cancels: float = 0.1
+    deletes: float = 0.08
+    step_seconds: tuple[float, float] = (0.0, 0.06)
+    tries: int = 20
+    accepted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="load", daemon=True)
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for _ in range(self.count):
+            if self._stop.is_set():
+                return
+            step = self.random.uniform(*self.step_seconds)
+            priority = self.random.choice(["interactive", "normal", "bulk"])
+            job_id = self.client.create(f"a wave [step {step:.3f}]", tries=self.tries, priority=priority)
+            fate = self.random.random()
+            if job_id is not None:
+                self.accepted.append(job_id)
+                if fate < self.cancels:
+                    self._stop.wait(self.random.uniform(0, 0.5))
+                    self.client.cancel(job_id)
+                elif fate < self.cancels + self.deletes:
+                    self._stop.wait(self.random.uniform(0, 0.5))
+                    self.client.delete(job_id)
+            self._stop.wait(self.gap_seconds)
+
+
+class Cluster:
+    """One fault run: fresh databases on running servers, and the processes that a scenario starts.
+
+    Args:
+        folder: keeps logs and `history.jsonl`.
+        mutant: what is taken away from every process.
+    """
+
+    def __init__(self, servers: Servers, folder: Path, *, seed: int, mutant: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.servers = servers
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.env = servers.fresh_env()
+        self.history = History(folder / "history.jsonl")
+        self.recovery_seconds: float | None = None
+        self.workers: list[Worker] = []
+        self.parts: list[Process] = []
+        self.fault_env = {"FAULT_MUTANT": mutant} if mutant else {}
+        self._settings = settings_of(
+            self.env,
+            checkpoint=tiny_checkpoint(folder),
+            api_key=API_KEY,
+            pipeline="support.faults.pipeline:FaultPipeline",
+            scratch=folder / "scratch",
+            poll_seconds=0.5,
+            lease_seconds=LEASE_SECONDS,
+            heartbeat_seconds=0.5,
+            stage_timeout_seconds=6,
+            start_timeout_seconds=60,
+        )
+        self._running = ExitStack()
+        self._api_socket: Any = None
+        self._processes: set[int] = set()
+
+    def __enter__(self) -> Self:
+        self._running.callback(self.history.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.resume()
+        for process in [*self.workers, *self.parts]:
+            if process.is_running:
+                process.kill()
+        self._running.close()
+
+    def settings(self, **changes: Any) -> Settings:
+        """The settings of this run's processes, with `changes` of fields that exist."""
+        known = {name: value for name, value in changes.items() if name in Settings.model_fields}
+        return self._settings.model_copy(update=known)
+
+    def proxy_postgres(self) -> TcpProxy:
+        """A proxy before Postgres; give a part `database_url=through(proxy)`."""
+        return self._running.enter_context(TcpProxy(*self.servers.address("postgres"), seed=self.seed))
+
+    def proxy_redis(self) -> TcpProxy:
+        return self._running.enter_context(TcpProxy(*self.servers.address("valkey"), seed=self.seed))
+
+    def proxy_s3(self) -> S3Proxy:
+        parts = urlsplit(self.env["RUSHES_S3_ENDPOINT_URL"])
+        assert parts.port is not None
+        return self._running.enter_context(S3Proxy("127.0.0.1", parts.port, seed=self.seed))
+
+    def database_url(self, proxy: TcpProxy) -> str:
+        url = make_url(self.env["RUSHES_DATABASE_URL"]).set(port=proxy.port)
+        return url.render_as_string(hide_password=False)
+
+    def redis_url(self, proxy: TcpProxy) -> str:
+        url = self.env["RUSHES_REDIS_URL"]
+        return url.replace(f":{self.servers.address('valkey')[1]}/", f":{proxy.port}/")
+
+    def start_api(self, env: dict[str, str] | None = None, **changes: Any) -> Api:
+        """Start an API process on the run's address."""
+        import socket
+
+        if self._api_socket is None:
+            self._api_socket = self._running.enter_context(socket.create_server(("127.0.0.1", 0)))
+        settings = self.settings(**changes)
+        api = Api(settings, self.folder / "api.log", self.fault_env | (env or {}), self._api_socket.fileno())
+        self.parts.append(api)
+        return api
+
+    def start_dispatcher(self, env: dict[str, str] | None = None, **changes: Any) -> Process:
+        environment = settings_environment(self.settings(**changes)) | self.fault_env | (env or {})
+        number = len(self.parts)
+        process = Process(["-m", "support.faults.dispatcher"], environment, self.folder / f"dispatcher-{number}.log")
+        self.parts.append(process)
+        return process
+
+    def start_worker(self, env: dict[str, str] | None = None, *, layout: str = "r1s1", **changes: Any) -> Worker:
+        """Start a worker; `changes` are settings."""
+        name = f"w{len(self.workers)}"
+        environment = {
+            "FAULT_RENDERS": str(self.folder / "renders.jsonl"),
+            "FAULT_ONCE": str(self.folder / "once"),
+            **self.fault_env,
+            **(env or {}),
+        }
+        settings = self.settings(**({"worker_name": name} | changes))
+        worker = Worker(name, settings, self.folder / f"{name}.log", environment, layout=layout)
+        self.workers.append(worker)
+        return worker
+
+    def start(self, *, workers: int = 2, layout: str = "r1s1", **changes: Any) -> None:
+        """API, dispatcher and workers, ready."""
+        self.start_api(**changes)
+        self.start_dispatcher(**changes)
+        for _ in range(workers):
+            self.start_worker(layout=layout, **changes)
+        self.wait_ready()
+
+    def wait_ready(self, replicas: int | None = None) -> None:
+        """Return when the API answers and every replica of every worker is ready, or as many as asked for."""
+        wanted = replicas
+        if wanted is None:
+            wanted = sum(int(worker.layout[1]) for worker in self.workers if worker.is_running)
+        if self.parts and self._api_socket is not None:
+            _ = self.client
+            self.until(self._api_answers, seconds=60)
+        self.until(lambda: len(self.ready()) >= wanted, seconds=90)
+        self._remember_processes()
+
+    def ready(self) -> list[str]:
+        """Replicas that say that they are ready."""
+        query = "SELECT id FROM replicas WHERE state IN ('ready', 'busy') AND last_seen > now() - interval '3 seconds'"
+        return [row["id"] for row in self.query(query)]
+
+    def _api_answers(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.api_url}/healthz", timeout=2, trust_env=False).status_code == 200
+        return False
+
+    @property
+    def api_url(self) -> str:
+        return f"http://127.0.0.1:{self._api_socket.getsockname()[1]}"
+
+    @property
+    def client(self) -> Client:
+        if not hasattr(self, "_client"):
+            self._client = Client(self.api_url, self.history)
+            self._running.callback(self._client.close)
+        return self._client
+
+    def load(self, count: int, **changes: Any) -> Load:
+        """A load that has begun."""
+        return Load(self.client, random.Random(self.random.random()), count, **changes).start()
+
+    # what a scenario looks at
+
+    def query(self, sql: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Rows of the run's database, past every proxy. None while it is away."""
+        with psycopg.connect(
+            libpq_url(self.env), autocommit=True, row_factory=dict_row, connect_timeout=5
+        ) as connection:
+            return connection.execute(sql, arguments).fetchall()  # type: ignore[arg-type]
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        (row,) = self.query("SELECT * FROM jobs WHERE id = %s", job_id)
+        return row
+
+    def attempts(self, job_id: str) -> list[dict[str, Any]]:
+        return self.query("SELECT * FROM job_attempts WHERE job_id = %s ORDER BY fence", job_id)
+
+    def wait_state(self, job_id: str, *states: str, seconds: float = 60) -> dict[str, Any]:
+        self.until(lambda: self.job(job_id)["state"] in states, seconds=seconds)
+        return self.job(job_id)
+
+    def until(self, condition: Callable[[], Any], *, seconds: float = 60) -> Any:
+        """The first true answer to `condition`.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if answer := condition():
+                    return answer
+            except psycopg.OperationalError:
+                pass
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {seconds:g} s: {condition}")
+            time.sleep(0.05)
+
+    def supervisor_of(self, job_id: str) -> int:
+        """Process number of the supervisor that holds a job, from its replica's row."""
+        (row,) = self.query(
+            "SELECT r.detail FROM replicas r JOIN jobs j ON j.lease_owner = r.id WHERE j.id = %s", job_id
+        )
+        return int(row["detail"]["pid"])
+
+    def worker_of(self, pid: int) -> Worker:
+        return next(worker for worker in self.workers if pid in worker.supervisors)
+
+    # what a scenario writes down
+
+    def mark(self, name: str, **data: Any) -> None:
+        self.history.add("mark", name=name, **data)
+
+    def lifted(self, *, limit: float = 5.0) -> None:
+        """The fault is over: ready work must be claimed within `limit` seconds from here."""
+        self.mark("lifted", limit=limit)
+        self._lifted = time.time()
+
+    def expect(self, what: str, holds: object, detail: object = "", *, job: str | None = None) -> None:
+        """Demand something that the invariants do not."""
+        self.history.add("expect", "ok" if holds else "fail", job=job, what=what, holds=bool(holds), detail=str(detail))
+
+    def meta(self, **values: Any) -> None:
+        self.history.add("meta", row=values)
+
+    # the end
+
+    def quiesce(self) -> None:
+        """Wait until every job has ended and deleted ones are purged, as long as that may take."""
+        with suppress(TimeoutError):
+            self.until(self._is_at_rest, seconds=QUIESCE_SECONDS)
+
+    def _is_at_rest(self) -> bool:
+        (row,) = self.query(
+            "SELECT count(*) FILTER (WHERE state NOT IN ('completed', 'failed', 'cancelled', 'expired')) AS open, "
+            "count(*) FILTER (WHERE deleted_at IS NOT NULL AND purged_at IS NULL) AS unpurged FROM jobs"
+        )
+        return not row["open"] and not row["unpurged"]
+
+    def finish(self) -> None:
+        """Quiesce, stop everything, and write down what there is."""
+        self.quiesce()
+        with suppress(TimeoutError):
+            self.until(lambda: self._redis()["unacked"] == 0 and self._redis()["hints"] == 0, seconds=8)
+        self._remember_processes()
+        self.history.add("dump.redis", **self._redis())
+        descriptors = self._descriptors()
+        for worker in self.workers:
+            worker.resume()
+            if worker.is_running:
+                worker.send(signal.SIGTERM)
+        for worker in self.workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(30)
+        for part in self.parts:
+            if part.is_running:
+                part.send(signal.SIGTERM)
+        for part in self.parts:
+            try:
+                part.wait(15)
+            except subprocess.TimeoutExpired:
+                part.kill()
+        with suppress(TimeoutError):
+            self.until(lambda: not any(map(is_alive, self._processes)), seconds=3)
+        self.history.add(
+            "dump.left",
+            processes=sorted(filter(is_alive, self._processes)),
+            files=sorted(str(path.name) for path in (self.folder / "scratch").glob("*/attempt-*")),
+            uploads=self._uploads(),
+            descriptors=descriptors,
+        )
+        self._dump_database()
+        self._dump_objects()
+        self._dump_logs()
+        self._measure_recovery()
+
+    def _remember_processes(self) -> None:
+        for worker in self.workers:
+            if worker.is_running:
+                self._processes.update(descendants(worker.pid))
+
+    def _descriptors(self) -> list[str]:
+        """Supervisors that hold more files than any would in peace."""
+        crowded = []
+        for worker in self.workers:
+            for pid in worker.supervisors if worker.is_running else []:
+                with suppress(OSError):
+                    number = len(os.listdir(f"/proc/{pid}/fd"))
+                    if number > 120:
+                        crowded.append(f"{worker.name}: {number}")
+        return crowded
+
+    def _redis(self) -> dict[str, int]:
+        with Redis.from_url(self.env["RUSHES_REDIS_URL"], socket_timeout=5) as redis:
+            return {"hints": redis.llen(self._settings.gpu_queue), "unacked": redis.hlen("unacked")}  # type: ignore[dict-item]
+
+    def _uploads(self) -> list[str]:
+        answer = s3_client(self.env).list_multipart_uploads(Bucket=self.env["RUSHES_S3_BUCKET"])
+        return [upload["Key"] for upload in answer.get("Uploads", ())]
+
+    def _dump_database(self) -> None:
+        present = {row["relname"] for row in self.query("SELECT relname FROM pg_class WHERE relkind = 'r'")}
+        for table in TABLES:
+            if table in present:
+                if table == "outbox":
+                    self.history.add("dump.has_outbox")
+                for row in self.query(f"SELECT * FROM {table}"):
+                    self.history.add(f"dump.{table}", row=row)
+        (row,) = self.query("SELECT count(*) AS n FROM jobs")
+        self.meta(num_rows=row["n"], seed=self.seed)
+
+    def _dump_objects(self) -> None:
+        client, bucket = s3_client(self.env), self.env["RUSHES_S3_BUCKET"]
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for item in page.get("Contents", ()):
+                data = client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+                digest = hashlib.sha256(data).hexdigest()
+                self.history.add("dump.object", key=item["Key"], bytes=len(data), sha256=digest)
+
+    def _dump_logs(self) -> None:
+        from datetime import datetime
+
+        for worker in self.workers:
+            for record in worker.records():
+                at = record.get("timestamp")
+                t_wall = datetime.fromisoformat(at).timestamp() if at else None
+                data = {name: value for name, value in record.items() if name not in ("timestamp", "trace")}
+                self.history.add("log", proc=worker.name, job=record.get("job_id"), t_wall=t_wall, row=data)
+        renders = self.folder / "renders.jsonl"
+        if renders.exists():
+            with self.history.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in load(renders))
+
+    def _measure_recovery(self) -> None:
+        """From the end of the fault to the first claim, unless the scenario measured something else."""
+        lifted = getattr(self, "_lifted", None)
+        if self.recovery_seconds is not None or lifted is None:
+            return
+        query = "SELECT min(at) AS at FROM job_events WHERE new_state = 'claimed' AND at > to_timestamp(%s)"
+        (row,) = self.query(query, lifted)
+        if row["at"] is not None:
+            self.recovery_seconds = row["at"].timestamp() - lifted

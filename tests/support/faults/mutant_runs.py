@@ -1,0 +1,117 @@
+"""Proof that the checker can fail: a guarantee is taken away, a fault that needs it is played, and it must be seen."""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.faults import scenarios
+from support.faults.checker import Violation, check
+from support.faults.cluster import Cluster
+from support.faults.history import load
+from support.faults.servers import Servers
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One guarantee taken away.
+
+    `env` is `FAULT_MUTANT` of every process; `prepare` changes the database; `is_caught` False is a control: another
+    layer must hold.
+    """
+
+    fault: str
+    play: Callable[[Cluster], None]
+    env: str
+    prepare: Callable[[Cluster], None] | None = None
+    is_caught: bool = True
+
+
+def play_mutant(mutant: Mutant, servers: Servers, folder: Path, *, seed: int) -> list[Violation]:
+    """What the checker says of a run without the guarantee."""
+    with Cluster(servers, folder, seed=seed, mutant=mutant.env) as cluster:
+        if mutant.prepare is not None:
+            mutant.prepare(cluster)
+        with suppress(TimeoutError, AssertionError):
+            mutant.play(cluster)
+        _finish_soon(cluster)
+        history = cluster.history.path
+    return check(load(history))
+
+
+def _finish_soon(cluster: Cluster) -> None:
+    """A mutant may never come to rest: half a minute is enough to tell."""
+    with suppress(TimeoutError):
+        cluster.until(cluster._is_at_rest, seconds=25)
+    cluster.quiesce = lambda: None  # type: ignore[method-assign]
+    cluster.finish()
+
+
+def _drop_guard(cluster: Cluster) -> None:
+    with cluster.servers.connect(cluster.env) as connection:
+        connection.execute("DROP TRIGGER guard ON jobs")
+
+
+def _stale_publisher(cluster: Cluster) -> None:
+    """Row 6 without its demands."""
+    job_id, stopped = scenarios._at_point(cluster, "before complete:stop", prompt="a wave [step 0.6 on attempt 2]")
+    cluster.start_worker()
+    cluster.until(lambda: cluster.job(job_id)["attempt"] == 2 and cluster.job(job_id)["state"] == "running")
+    stopped.resume()
+
+
+def _stale_publisher_of_a_queued_job(cluster: Cluster) -> None:
+    """The stopped worker goes on while its job waits in the queue for another attempt."""
+    job_id, stopped = scenarios._at_point(cluster, "before complete:stop")
+    cluster.until(lambda: cluster.job(job_id)["state"] == "queued")
+    stopped.resume()
+
+
+def _killed_api(cluster: Cluster) -> None:
+    """The API is killed right after it accepted a few jobs."""
+    cluster.start(workers=1)
+    for _ in range(3):
+        cluster.client.create()
+    cluster.parts[0].send(signal.SIGKILL)
+    cluster.start_api()
+    time.sleep(1)
+
+
+def _some_jobs(cluster: Cluster) -> None:
+    cluster.start(workers=1)
+    cluster.load(4, cancels=0.0, deletes=0.0).join()
+
+
+def _killed_supervisor(cluster: Cluster) -> None:
+    cluster.start(workers=2)
+    import os
+
+    os.kill(cluster.supervisor_of(scenarios._slow_job(cluster)), signal.SIGKILL)
+
+
+def _cancel_while_claimed(cluster: Cluster) -> None:
+    """A worker is stopped between claim and start, and its job is cancelled meanwhile."""
+    job_id, stopped = scenarios._at_point(cluster, "before start:stop")
+    cluster.client.delete(job_id)
+    time.sleep(1.5)
+    stopped.resume()
+
+
+MUTANT_RUNS: dict[str, Mutant] = {
+    "no fence": Mutant("6, stopped before publish", _stale_publisher, "no fence"),
+    "no state, no fence, guard on (control)": Mutant(
+        "stopped before publish, job requeued", _stale_publisher_of_a_queued_job, "bare statements", is_caught=False
+    ),
+    "no state, no fence, no guard": Mutant(
+        "stopped before publish, job requeued", _stale_publisher_of_a_queued_job, "bare statements", _drop_guard
+    ),
+    "commit after answer": Mutant("API killed after it answered", _killed_api, "commit after answer"),
+    "acknowledgement lost": Mutant("none", _some_jobs, "ack lost"),
+    "sweeper off": Mutant("1, supervisor killed", _killed_supervisor, "no sweeper"),
+    "publish without verifying": Mutant("36, bits flipped", scenarios.s3_flipped, "no verification"),
+    "start ignores a cancel": Mutant(
+        "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel"
+    ),
+}

@@ -1,0 +1,182 @@
+"""Guarantees taken away, and places to stop at: changes that a test process makes to itself before it runs Rushes.
+
+`FAULT_MUTANT` names what is taken away, `FAULT_POINT` a place and what happens there, `place:action`; it happens once
+in all processes that share the file `FAULT_ONCE`. The product knows nothing of either.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rushes_core import jobs, storage
+from rushes_core.dispatcher import Dispatcher
+from rushes_core.models import Job
+from rushes_core.states import JobState, sources
+from rushes_worker.ledger import Ledger
+from sqlalchemy import and_
+from sqlalchemy.sql.elements import ColumnElement
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def install() -> None:
+    """Change this process as the environment says."""
+    mutant = os.environ.get("FAULT_MUTANT", "")
+    if mutant:
+        MUTANTS[mutant]()
+    place, _, action = os.environ.get("FAULT_POINT", "").partition(":")
+    if place:
+        _arm(place, action)
+
+
+def _no_fence() -> None:
+    """Transitions ask for the state alone."""
+
+    def held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
+        return and_(Job.id == job_id, Job.state.in_(sources(target)))
+
+    jobs._held = held  # pyright: ignore[reportPrivateUsage]
+
+
+def _bare_statements() -> None:
+    """Transitions ask for nothing: what still refuses them is the database's guard."""
+
+    def held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
+        return and_(Job.id == job_id)
+
+    def complete(job_id: str, *, fence: int, result: dict[str, Any], timings: dict[str, float]) -> Any:
+        from sqlalchemy import func, update
+
+        return (
+            update(Job)
+            .where(Job.id == job_id)
+            .values(
+                state=JobState.COMPLETED,
+                result=result,
+                timings=timings,
+                error=None,
+                progress=100,
+                phase=None,
+                finished_at=func.now(),
+                lease_owner=None,
+                lease_until=None,
+            )
+            .returning(Job)
+        )
+
+    jobs._held = held  # pyright: ignore[reportPrivateUsage]
+    jobs.complete = complete
+
+
+def _ack_lost() -> None:
+    """A worker believes that it completed the job, and nobody wrote it down."""
+    complete = Ledger.complete
+
+    def forgets(self: Ledger, lease: Any, **values: Any) -> bool:
+        return True if _once() else complete(self, lease, **values)
+
+    Ledger.complete = forgets
+
+
+def _no_sweeper() -> None:
+    Dispatcher.sweep = lambda self: None
+
+
+def _no_verification() -> None:
+    """What the store was sent is taken for what it holds."""
+
+    def put_file(
+        self: storage.ObjectStore, key: str, path: Any, *, content_type: str, sha256: str
+    ) -> storage.StoredObject:
+        self._client.put_object(Bucket=self.bucket, Key=key, Body=path.read_bytes(), ContentType=content_type)
+        return storage.StoredObject(key, path.stat().st_size, sha256)
+
+    storage.ObjectStore.put_file = put_file
+
+
+def _start_ignores_cancel() -> None:
+    """A job is started although its cancel was asked for."""
+
+    def start(job_id: str, *, fence: int, lease_seconds: float) -> Any:
+        from datetime import timedelta
+
+        from sqlalchemy import func, update
+
+        return (
+            update(Job)
+            .where(jobs._held(job_id, fence, JobState.RUNNING))
+            .values(
+                state=JobState.RUNNING,
+                started_at=func.now(),
+                lease_until=func.now() + timedelta(seconds=lease_seconds),
+            )
+            .returning(Job)
+        )
+
+    jobs.start = start
+
+
+def commit_after_answer(app: "FastAPI", *, seconds: float) -> None:
+    """Requests are answered before their transaction is committed, `seconds` later."""
+    from rushes_api import deps
+
+    late: set[asyncio.Task[None]] = set()
+
+    async def session(request: Any) -> AsyncGenerator[Any]:
+        opened = deps._state(request)["sessions"]()
+        yield opened
+
+        async def commit() -> None:
+            await asyncio.sleep(seconds)
+            await opened.commit()
+            await opened.close()
+
+        task = asyncio.create_task(commit())
+        late.add(task)
+        task.add_done_callback(late.discard)
+
+    from fastapi import Request
+
+    session.__annotations__["request"] = Request
+    app.dependency_overrides[deps._session] = session
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "no fence": _no_fence,
+    "bare statements": _bare_statements,
+    "ack lost": _ack_lost,
+    "no sweeper": _no_sweeper,
+    "no verification": _no_verification,
+    "start ignores cancel": _start_ignores_cancel,
+}
+
+
+def _arm(place: str, action: str) -> None:
+    name, _, when = place.rpartition(" ")
+    method = getattr(Ledger, {"start": "start", "complete": "complete"}[when])
+
+    def struck(self: Ledger, lease: Any, *arguments: Any, **values: Any) -> Any:
+        if name == "before" and _once():
+            _act(action)
+        result = method(self, lease, *arguments, **values)
+        if name == "after" and _once():
+            _act(action)
+        return result
+
+    setattr(Ledger, method.__name__, struck)
+
+
+def _act(action: str) -> None:
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
+
+
+def _once() -> bool:
+    """Whether this is the first call of all."""
+    with suppress(FileExistsError):
+        os.close(os.open(os.environ["FAULT_ONCE"], os.O_CREAT | os.O_EXCL))
+        return True
+    return False
