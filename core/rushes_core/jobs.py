@@ -4,15 +4,19 @@ Nothing here executes: the asynchronous API and the synchronous worker run the s
 row changed nothing: somebody else moved the job first.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import (
+    Delete,
+    Integer,
     Select,
+    TextClause,
     Update,
     and_,
     case,
+    column,
     delete,
     exists,
     func,
@@ -21,17 +25,33 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
+    text,
+    true,
+    tuple_,
+    union_all,
     update,
+    values,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.selectable import CTE
 
-from rushes_core.models import Job, JobAttempt, Replica
-from rushes_core.states import FINAL_STATES, LEASED_STATES, JobState, sources
+from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, JobAttempt, ProjectShare, Replica
+from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
 FENCE_SEQUENCE = "job_fence_seq"
 STALE_REPLICA = timedelta(days=1)
+IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
+MAX_CRASHES = 3
+"""Crashes after which a job is quarantined."""
+MAX_CRASHED_REPLICAS = 2
+"""Different replicas that a job may crash before it is quarantined."""
+CRASHED_ON_WAIT = timedelta(seconds=30)
+"""How long a job that crashed a replica waits for another one before that one may take it again."""
+MAX_AHEAD = 10_000
+"""Where the count of jobs ahead in the queue stops."""
 
 
 def _next_fence() -> ColumnElement[int]:
@@ -42,12 +62,22 @@ def _in(seconds: float) -> ColumnElement[Any]:
     return func.now() + timedelta(seconds=seconds)
 
 
-# a literal, not a parameter: a prepared statement's generic plan could not use the partial index otherwise
+def _is(*states: JobState) -> ColumnElement[bool]:
+    # literals, not parameters: a prepared statement's generic plan could not use a partial index otherwise
+    return Job.state.in_([literal_column(f"'{state}'", Job.state.type) for state in states])
+
+
+_ONE = literal_column("1", Integer)
 _IS_QUEUED = Job.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
+_IS_LEASED = _is(*LEASED_STATES)
+_IS_CANCELLED = Job.cancel_requested_at.is_not(None)
+_IS_LATE = func.coalesce(Job.deadline_at <= func.now(), False)
+_MUST_STOP = or_(_IS_CANCELLED, _IS_LATE)
 
 
 def _held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
-    return and_(Job.id == job_id, Job.fence == fence, Job.state.in_(sources(target)))
+    held_in = [state for state in sources(target) if state in LEASED_STATES]
+    return and_(Job.id == job_id, Job.fence == fence, _is(*held_in))
 
 
 _RELEASED = {"lease_owner": None, "lease_until": None}
@@ -59,25 +89,62 @@ def create(**values: Any) -> ReturningInsert[Job]:
     return insert(Job).values(state=JobState.QUEUED, **values).returning(Job)
 
 
-def claim(*, model: str, owner: str, lease_seconds: float) -> ReturningUpdate[Job]:
-    """QUEUED -> CLAIMED for the first ready job, with a new attempt, a new fence and a lease by database time."""
-    ready = (
-        select(Job.id)
+def claim(*, model: str, owner: str, lease_seconds: float) -> Select[Job]:
+    """QUEUED -> CLAIMED for one ready job, with a new attempt, a new fence and a lease by database time.
+
+    Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
+    Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the cost
+    of the job, and a project that comes back from idle starts at the time of those that were busy, without credit.
+    """
+    clock = select(func.coalesce(func.max(ProjectShare.last_start), 0.0).label("now")).subquery("clock")
+    urgency = _urgency()
+    one_of_class = select(_ONE).where(_IS_QUEUED, Job.model == model, Job.priority == urgency.c.priority).limit(_ONE)
+    share = (
+        select(ProjectShare.project, clock.c.now)
+        .join(clock, true())
+        .order_by(func.greatest(ProjectShare.virtual_time, clock.c.now), ProjectShare.project)
+        .subquery("share")
+    )
+    oldest = (
+        select(Job.id, ((Job.num_frames * Job.width * Job.height) / 1e8).label("cost"))
         .where(
             _IS_QUEUED,
             Job.model == model,
+            Job.priority == urgency.c.priority,
+            Job.project == share.c.project,
             Job.run_at <= func.now(),
             Job.cancel_requested_at.is_(None),
             or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
+            _may_run_on(_replica_name(owner)),
         )
-        .order_by(Job.priority, Job.run_at, Job.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-        # materialised: a LIMIT in a sub-select may be evaluated again by the update
+        .order_by(Job.run_at, Job.id)
+        .limit(_ONE)
+        .with_for_update(skip_locked=True, key_share=True)
+        .correlate(urgency, share)
+        .lateral("oldest")
+    )
+    # one lateral query a class: nothing else keeps the planner from asking the projects in the outer loop
+    first = (
+        select(oldest.c.id, oldest.c.cost, share.c.project, share.c.now)
+        .select_from(share)
+        .join(oldest, true())
+        .limit(_ONE)
+        .correlate(urgency)
+        .lateral("first")
+    )
+    # materialised: a LIMIT in a sub-select may be evaluated again by the update
+    ready = (
+        select(first)
+        .select_from(urgency)
+        .join(first, true())
+        # no EXISTS: it would become a join, and read every queued job
+        .where(one_of_class.scalar_subquery().is_not(None))
+        .limit(_ONE)
         .cte("ready")
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
-    return (
+    start = func.greatest(ProjectShare.virtual_time, ready.c.now)
+    claimed = (
         update(Job)
         .where(Job.id == ready.c.id)
         .values(
@@ -89,51 +156,81 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> ReturningUpdate[Jo
             **_NO_PROGRESS,
         )
         .returning(Job)
+        .cte("claimed")
     )
+    # nothing reads it, so it runs last: claims of one project wait for each other no longer than a commit takes
+    charge = (
+        update(ProjectShare)
+        .where(ProjectShare.project == ready.c.project)
+        .values(last_start=start, virtual_time=start + ready.c.cost)
+        .cte("charge")
+    )
+    return select(aliased(Job, claimed)).add_cte(charge)
+
+
+def _urgency() -> Any:
+    classes = values(column("priority", Integer), name="urgency", literal_binds=True)
+    return classes.data([(0,), (1,), (2,)])
+
+
+def _replica_name(owner: str) -> str:
+    return owner.partition("#")[0]
+
+
+def _may_run_on(name: str) -> ColumnElement[bool]:
+    """Others get a job first that crashed on the replica `name`, as long as there are others."""
+    others = exists().where(
+        Replica.model == Job.model,
+        Replica.state.in_(("ready", "busy")),
+        Replica.last_seen > func.now() - CRASHED_ON_WAIT,
+        func.split_part(Replica.id, "#", 1) != Job.crashed_on.all_(),
+    )
+    return or_(~Job.crashed_on.contains([name]), Job.run_at < func.now() - CRASHED_ON_WAIT, ~others)
 
 
 def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[Job]:
-    """CLAIMED -> RUNNING: the last moment at which a cancel can win without an attempt."""
+    """CLAIMED -> RUNNING: the last moment at which a cancel or a deadline can win without an attempt."""
     return (
         update(Job)
-        .where(_held(job_id, fence, JobState.RUNNING), Job.cancel_requested_at.is_(None), Job.lease_until > func.now())
+        .where(_held(job_id, fence, JobState.RUNNING), ~_MUST_STOP, Job.lease_until > func.now())
         .values(state=JobState.RUNNING, started_at=func.now(), lease_until=_in(lease_seconds))
         .returning(Job)
     )
 
 
 def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[bool]:
-    """Extend the lease. No row: it is lost. True: a cancel was asked for."""
+    """Extend the lease. No row: it is lost. True: a cancel was asked for, or the deadline has passed."""
     return (
         update(Job)
-        .where(Job.id == job_id, Job.fence == fence, Job.state.in_(LEASED_STATES))
+        .where(Job.id == job_id, Job.fence == fence, _IS_LEASED)
         .values(lease_until=_in(lease_seconds))
-        .returning(Job.cancel_requested_at.is_not(None))
+        .returning(_MUST_STOP)
     )
 
 
 def watch(job_id: str, *, fence: int) -> Select[bool]:
-    """Whether a cancel was asked for, without touching the row. No row: the lease is lost."""
-    return select(Job.cancel_requested_at.is_not(None)).where(
-        Job.id == job_id, Job.fence == fence, Job.state.in_(LEASED_STATES)
-    )
+    """Whether the attempt is to stop, as `renew` tells, without touching the row. No row: the lease is lost."""
+    return select(_MUST_STOP).where(Job.id == job_id, Job.fence == fence, _IS_LEASED)
 
 
 def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> ReturningUpdate[bool]:
     """Record where a running attempt is. `progress` never falls, whatever an earlier attempt reached.
 
-    True: a cancel was asked for.
+    True: a cancel was asked for, or the deadline has passed.
     """
     return (
         update(Job)
         .where(Job.id == job_id, Job.fence == fence, Job.state == JobState.RUNNING)
         .values(phase=phase, completed_steps=completed_steps, progress=func.greatest(Job.progress, min(progress, 99)))
-        .returning(Job.cancel_requested_at.is_not(None))
+        .returning(_MUST_STOP)
     )
 
 
 def complete(job_id: str, *, fence: int, result: dict[str, Any], timings: dict[str, float]) -> ReturningUpdate[Job]:
-    """RUNNING -> COMPLETED: the commit point of the whole job. A cancel or a lost lease that came first wins."""
+    """RUNNING -> COMPLETED: the commit point of the whole job.
+
+    A cancel or a lost lease that came first wins. A deadline that nobody has acted on yet does not.
+    """
     return (
         update(Job)
         .where(
@@ -173,11 +270,39 @@ def fail(job_id: str, *, fence: int, error: dict[str, Any]) -> ReturningUpdate[J
 
 
 def retry_or_fail(job_id: str, *, fence: int, error: dict[str, Any], crashed: bool) -> ReturningUpdate[Job]:
-    """CLAIMED or RUNNING -> QUEUED while attempts remain, else FAILED; CANCELLED if that was asked for."""
+    """CLAIMED or RUNNING -> QUEUED while attempts remain, else FAILED; CANCELLED if that was asked for.
+
+    A job that crashes its workers is quarantined, attempts left or not: FAILED with code `worker_crash`.
+    """
     return (
         update(Job)
         .where(_held(job_id, fence, JobState.QUEUED))
         .values(**_after_loss(error, crashed=crashed))
+        .returning(Job)
+    )
+
+
+def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job]:
+    """RUNNING -> QUEUED for the plan that needs less device memory; FAILED if that was the one that ran out of it.
+
+    Args:
+        stage: what the ranks were doing, a `Phase`.
+    """
+    spent = or_(Job.low_memory, Job.attempt >= Job.max_attempts)
+    error = literal(OUT_OF_MEMORY | {"stage": stage}, Job.error.type)
+    return (
+        update(Job)
+        .where(Job.id == job_id, Job.fence == fence, _is(JobState.RUNNING))
+        .values(
+            state=case((_IS_CANCELLED, _CANCELLED), (spent, _FAILED), else_=_QUEUED),
+            low_memory=True,
+            error_count=Job.error_count + 1,
+            error=case((_IS_CANCELLED, _BY_USER), else_=error),
+            run_at=func.now(),
+            finished_at=case((or_(_IS_CANCELLED, spent), func.now()), else_=None),
+            **_NO_PROGRESS,
+            **_RELEASED,
+        )
         .returning(Job)
     )
 
@@ -196,18 +321,32 @@ def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[J
     """CLAIMED -> QUEUED for what `owner` holds and does not know of: the reply to its claim was lost."""
     return (
         update(Job)
-        .where(Job.lease_owner == owner, Job.state == JobState.CLAIMED, Job.fence.not_in(fences))
+        .where(Job.lease_owner == owner, _IS_LEASED, _is(JobState.CLAIMED), Job.fence.not_in(fences))
         .values(state=JobState.QUEUED, attempt=Job.attempt - 1, run_at=func.now(), **_NO_PROGRESS, **_RELEASED)
         .returning(Job)
     )
 
 
 def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
-    """CLAIMED or RUNNING -> CANCELLED, by the holder, after a cancel was asked for."""
+    """CLAIMED or RUNNING -> CANCELLED, by the holder, after a cancel was asked for or the deadline has passed.
+
+    CLAIMED -> EXPIRED for the deadline: such a job never started.
+    """
+    never_started = and_(~_IS_CANCELLED, _is(JobState.CLAIMED))
     return (
         update(Job)
-        .where(_held(job_id, fence, JobState.CANCELLED), Job.cancel_requested_at.is_not(None))
-        .values(state=JobState.CANCELLED, error=CANCELLED_BY_USER, phase=None, finished_at=func.now(), **_RELEASED)
+        .where(_held(job_id, fence, JobState.CANCELLED), _MUST_STOP)
+        .values(
+            state=case((never_started, literal(JobState.EXPIRED, Job.state.type)), else_=_CANCELLED),
+            error=case(
+                (_IS_CANCELLED, _BY_USER),
+                (never_started, literal(DEADLINE_EXCEEDED, Job.error.type)),
+                else_=literal(DEADLINE_PASSED, Job.error.type),
+            ),
+            phase=None,
+            finished_at=func.now(),
+            **_RELEASED,
+        )
         .returning(Job)
     )
 
@@ -216,7 +355,7 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
     """End the attempts whose lease ran out over a second ago, as `retry_or_fail` would. Any number may run at once."""
     dead = (
         select(Job.id)
-        .where(Job.state.in_(LEASED_STATES), Job.lease_until < func.now() - timedelta(seconds=1))
+        .where(_IS_LEASED, Job.lease_until < func.now() - timedelta(seconds=1))
         .order_by(Job.lease_until)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -231,6 +370,7 @@ def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
     late = (
         select(Job.id)
         .where(_IS_QUEUED, Job.deadline_at <= func.now())
+        .order_by(Job.deadline_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
         .cte("late")
@@ -244,24 +384,62 @@ def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
     )
 
 
+def cancel(job_id: str, *, project: str) -> ReturningUpdate[Job]:
+    """QUEUED -> CANCELLED at once; of a claimed or running job the cancel is asked for; one that ended stays as it is.
+
+    No row: the project has no such job.
+    """
+    return update(Job).where(*_visible(job_id, project)).values(**_to_cancel()).returning(Job)
+
+
 def delete_job(job_id: str, *, project: str) -> ReturningUpdate[Job]:
-    """Hide a job for good. A queued one is cancelled by it; of a running one the cancel is asked for."""
-    queued = Job.state == JobState.QUEUED
+    """Hide a job for good, and cancel it as `cancel` does."""
+    return update(Job).where(*_visible(job_id, project)).values(deleted_at=func.now(), **_to_cancel()).returning(Job)
+
+
+def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
+    """FAILED, CANCELLED or EXPIRED -> QUEUED as a new generation, which starts from nothing.
+
+    A deadline that has passed is dropped. No row: there is no such job, or it is in another state.
+    """
     return (
         update(Job)
-        .where(Job.id == job_id, Job.project == project, Job.deleted_at.is_(None))
+        .where(*_visible(job_id, project), _is(*RETRYABLE_STATES))
         .values(
-            deleted_at=func.now(),
-            cancel_requested_at=case(
-                (Job.state.in_(FINAL_STATES), Job.cancel_requested_at),
-                else_=func.coalesce(Job.cancel_requested_at, func.now()),
-            ),
-            state=case((queued, literal(JobState.CANCELLED, Job.state.type)), else_=Job.state),
-            error=case((queued, literal(CANCELLED_BY_USER, Job.error.type)), else_=Job.error),
-            finished_at=case((queued, func.now()), else_=Job.finished_at),
+            state=JobState.QUEUED,
+            generation=Job.generation + 1,
+            attempt=0,
+            crash_count=0,
+            crashed_on=[],
+            error_count=0,
+            low_memory=False,
+            progress=0,
+            error=None,
+            timings={},
+            run_at=func.now(),
+            deadline_at=case((_IS_LATE, None), else_=Job.deadline_at),
+            started_at=None,
+            finished_at=None,
+            cancel_requested_at=None,
+            **_NO_PROGRESS,
         )
         .returning(Job)
     )
+
+
+def _visible(job_id: str, project: str) -> tuple[ColumnElement[bool], ...]:
+    return Job.id == job_id, Job.project == project, Job.deleted_at.is_(None)
+
+
+def _to_cancel() -> dict[str, Any]:
+    return {
+        "cancel_requested_at": case(
+            (_is(*FINAL_STATES), Job.cancel_requested_at), else_=func.coalesce(Job.cancel_requested_at, func.now())
+        ),
+        "state": case((_IS_QUEUED, _CANCELLED), else_=Job.state),
+        "error": case((_IS_QUEUED, _BY_USER), else_=Job.error),
+        "finished_at": case((_IS_QUEUED, func.now()), else_=Job.finished_at),
+    }
 
 
 def unpurged(*, limit: int = 20) -> Select[Job]:
@@ -279,8 +457,51 @@ def mark_purged(job_id: str) -> Update:
     return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
 
 
+def outlived_results(*, days: int, limit: int = 20) -> Select[Job]:
+    """Completed jobs that ended more than `days` days ago and whose clips are still stored."""
+    return (
+        select(Job)
+        .where(text(RESULT_RETAINED), Job.finished_at < func.now() - timedelta(days=days))
+        .order_by(Job.finished_at)
+        .limit(limit)
+    )
+
+
+def mark_result_removed(job_id: str) -> Update:
+    """Record that the clip of a completed job is no longer stored."""
+    removed = func.jsonb_build_object("deleted_at", func.now())
+    return update(Job).where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
+
+
+def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any]:
+    """Id, state, fence and the key of the result of each of these jobs that there is."""
+    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext).where(Job.id.in_(job_ids))
+
+
+def forget_idempotency_keys() -> Delete:
+    """Drop the keys of requests that are older than a day."""
+    return delete(IdempotencyKey).where(IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT)
+
+
+def lock_shares() -> TextClause:
+    """Keep everybody from writing shares, and so from accepting jobs, until the transaction ends."""
+    return text("LOCK TABLE project_shares IN SHARE ROW EXCLUSIVE MODE")
+
+
+def forget_idle_shares() -> Delete:
+    """Drop the shares of projects that have no queued job. After `lock_shares` in the same transaction.
+
+    The clock of the shares stays: the row that holds it is kept.
+    """
+    lanes = _lanes()
+    latest = select(func.max(ProjectShare.last_start)).scalar_subquery()
+    return delete(ProjectShare).where(
+        ProjectShare.project.not_in(select(lanes.c.project)), ProjectShare.last_start < latest
+    )
+
+
 def get(job_id: str, *, project: str) -> Select[Job]:
-    return select(Job).where(Job.id == job_id, Job.project == project, Job.deleted_at.is_(None))
+    return select(Job).where(*_visible(job_id, project))
 
 
 def page(
@@ -296,30 +517,73 @@ def page(
 
 
 def num_ahead(job: Job) -> Select[int]:
-    """How many queued jobs the claim would take before `job`."""
-    return select(func.count()).where(
-        _IS_QUEUED,
-        Job.model == job.model,
-        Job.run_at <= func.now(),
-        or_(
-            Job.priority < job.priority,
-            and_(
-                Job.priority == job.priority,
-                or_(Job.run_at < job.run_at, and_(Job.run_at == job.run_at, Job.id < job.id)),
-            ),
-        ),
+    """About how many queued jobs are claimed before `job`, counted up to `MAX_AHEAD`.
+
+    All of a more urgent class, the older ones of its project, and of each other project as many as those.
+    """
+    ready = and_(_IS_QUEUED, Job.model == job.model, Job.run_at <= func.now())
+    same_class = Job.priority == job.priority
+    older = or_(Job.run_at < job.run_at, and_(Job.run_at == job.run_at, Job.id < job.id))
+    urgent = select(_ONE).where(ready, Job.priority < job.priority).limit(MAX_AHEAD)
+    own = select(_ONE).where(ready, same_class, Job.project == job.project, older).limit(MAX_AHEAD)
+    num_own = select(func.count()).select_from(own.subquery()).scalar_subquery()
+    each = (
+        select(_ONE.label("one"))
+        .where(ready, same_class, Job.project == ProjectShare.project)
+        .limit(num_own)
+        .correlate(ProjectShare)
+        .lateral("each")
     )
+    others = (
+        select(each.c.one)
+        .select_from(ProjectShare)
+        .join(each, true())
+        .where(ProjectShare.project != job.project)
+        .limit(MAX_AHEAD)
+    )
+    ahead = union_all(urgent, own, others).limit(MAX_AHEAD).subquery()
+    return select(func.count()).select_from(ahead)
 
 
 def num_ready(*, limit: int) -> Select[int]:
     """Jobs that could be claimed now, counted up to `limit`."""
-    ready = (
-        select(literal(1))
-        .where(_IS_QUEUED, Job.run_at <= func.now(), Job.cancel_requested_at.is_(None))
+    lanes = _lanes()
+    one = (
+        select(_ONE.label("one"))
+        .where(_in_lane(lanes), Job.run_at <= func.now(), Job.cancel_requested_at.is_(None))
         .limit(limit)
-        .subquery()
+        .correlate(lanes)
+        .lateral("ready_in_lane")
     )
+    ready = select(one.c.one).select_from(lanes).join(one, true()).limit(limit).subquery()
     return select(func.count()).select_from(ready)
+
+
+def _lanes() -> CTE:
+    """Every model, class and project with queued jobs: one probe of the index for each, however many jobs there are."""
+    first = (
+        select(Job.model, Job.priority, Job.project)
+        .where(_IS_QUEUED)
+        .order_by(Job.model, Job.priority, Job.project)
+        .limit(_ONE)
+        .cte("lanes", recursive=True)
+    )
+    following = aliased(Job)
+    is_queued = following.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
+    lane = (following.model, following.priority, following.project)
+    after = (
+        select(*lane)
+        .where(is_queued, tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project))
+        .order_by(*lane)
+        .limit(_ONE)
+        .correlate(first)
+        .lateral("after")
+    )
+    return first.union_all(select(after).select_from(first).join(after, true()))
+
+
+def _in_lane(lane: CTE) -> ColumnElement[bool]:
+    return and_(_IS_QUEUED, Job.model == lane.c.model, Job.priority == lane.c.priority, Job.project == lane.c.project)
 
 
 def attempts(job_id: str) -> Select[JobAttempt]:
@@ -333,15 +597,16 @@ def upsert_replica(replica_id: str, **values: Any) -> Any:
 
 
 def live_replicas(*, seen_within_seconds: float) -> Select[Replica]:
-    """Replicas that have been heard of within the last `seen_within_seconds`."""
+    """Replicas that take jobs and have been heard of within the last `seen_within_seconds`."""
     return select(Replica).where(
-        Replica.last_seen > func.now() - timedelta(seconds=seen_within_seconds), Replica.state != "stopped"
+        Replica.last_seen > func.now() - timedelta(seconds=seen_within_seconds),
+        Replica.state.not_in(("stopped", "drained")),
     )
 
 
 def forget_stale_replicas() -> ReturningDelete[str]:
     """Drop replicas that have been silent for a day and hold no job."""
-    holds_a_job = exists().where(Job.lease_owner == Replica.id, Job.state.in_(LEASED_STATES))
+    holds_a_job = exists().where(Job.lease_owner == Replica.id, _IS_LEASED)
     return delete(Replica).where(Replica.last_seen < func.now() - STALE_REPLICA, ~holds_a_job).returning(Replica.id)
 
 
@@ -350,25 +615,60 @@ DEADLINE_EXCEEDED: dict[str, Any] = {
     "code": "deadline_exceeded",
     "message": "The job did not start before its deadline.",
 }
+DEADLINE_PASSED: dict[str, Any] = {
+    "code": "deadline_exceeded",
+    "message": "The job was still running at its deadline.",
+}
 LEASE_LOST: dict[str, Any] = {
     "code": "worker_lost",
     "message": "The worker that ran the job stopped renewing its lease.",
 }
+WORKER_CRASH: dict[str, Any] = {
+    "code": "worker_crash",
+    "message": f"The job is quarantined: it crashed {MAX_CRASHED_REPLICAS} different replicas, "
+    f"or replicas {MAX_CRASHES} times.",
+}
+OUT_OF_MEMORY: dict[str, Any] = {
+    "code": "out_of_memory",
+    "message": "The job ran out of device memory.",
+}
+
+_QUEUED, _FAILED, _CANCELLED = (
+    literal(state, Job.state.type) for state in (JobState.QUEUED, JobState.FAILED, JobState.CANCELLED)
+)
+_BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
 
 
 def _after_loss(error: dict[str, Any], *, crashed: bool) -> dict[str, Any]:
-    cancel = Job.cancel_requested_at.is_not(None)
+    # a claimed job was not running: its worker's end says nothing about it
+    ran = _is(JobState.RUNNING)
+    one_more = case((ran, 1), else_=0)
     spent = Job.attempt >= Job.max_attempts
-    count = Job.crash_count if crashed else Job.error_count
-    backoff = func.make_interval(0, 0, 0, 0, 0, 0, func.least(30, func.power(2, count)))
-    state = case((cancel, JobState.CANCELLED.value), (spent, JobState.FAILED.value), else_=JobState.QUEUED.value)
+    if crashed:
+        crash_count = Job.crash_count + one_more
+        name = func.split_part(Job.lease_owner, "#", 1)
+        crashed_on = case(
+            (and_(ran, name != Job.crashed_on.all_()), func.array_append(Job.crashed_on, name)), else_=Job.crashed_on
+        )
+        quarantined = and_(ran, or_(crash_count >= MAX_CRASHES, func.cardinality(crashed_on) >= MAX_CRASHED_REPLICAS))
+        ended = or_(quarantined, and_(ran, spent))
+        counts = {"crash_count": crash_count, "crashed_on": crashed_on, "attempt": Job.attempt - 1 + one_more}
+        count = Job.crash_count
+        why = func.jsonb_build_object(
+            "code", WORKER_CRASH["code"], "message", WORKER_CRASH["message"], "stage", Job.phase
+        )
+        reasons = [(_IS_CANCELLED, _BY_USER), (quarantined, why)]
+    else:
+        ended = spent
+        counts = {"error_count": Job.error_count + one_more}
+        count = Job.error_count
+        reasons = [(_IS_CANCELLED, _BY_USER)]
     return {
-        "state": state,
-        # a claimed job was not running: its worker's end says nothing about it
-        "crash_count" if crashed else "error_count": count + case((Job.state == JobState.RUNNING, 1), else_=0),
-        "error": case((cancel, literal(CANCELLED_BY_USER, Job.error.type)), else_=literal(error, Job.error.type)),
-        "run_at": func.now() + backoff,
-        "finished_at": case((or_(cancel, spent), func.now()), else_=None),
+        "state": case((_IS_CANCELLED, _CANCELLED), (ended, _FAILED), else_=_QUEUED),
+        **counts,
+        "error": case(*reasons, else_=literal(error, Job.error.type)),
+        "run_at": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, func.least(30, func.power(2, count))),
+        "finished_at": case((or_(_IS_CANCELLED, ended), func.now()), else_=None),
         **_NO_PROGRESS,
         **_RELEASED,
     }

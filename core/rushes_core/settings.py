@@ -78,12 +78,41 @@ class Settings(BaseSettings):
     """How often the dispatcher sends hints and sweeps."""
     max_attempts: PositiveInt = 3
     """Attempts that a job gets before it fails."""
+    worker_name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,100}$")] = ""
+    """Name of this worker that outlives its restarts, different from every other's; empty: the name of the host."""
+    retention_days: Annotated[int, Field(ge=0, le=36_500)] = 0
+    """Days after which the clip of a completed job is removed from the store; 0: never."""
+    sweep_orphans: bool = False
+    """Whether the dispatcher removes objects that no job points at; `rushes sweep --orphans` lists them."""
+    orphan_age_seconds: Annotated[int, Field(ge=3_600)] = 86_400
+    """How old an object or an unfinished upload must be before it is removed as an orphan."""
     shutdown_grace_seconds: Annotated[float, Field(ge=0)] = 120.0
     """How long a worker that was asked to stop may go on with its running job before it gives the job back."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1_800.0
     """How long a rank group may take to load its weights."""
-    stage_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """How long a rank group may go without progress on a job before it is ended."""
+    stage_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """How long a rank group may go without progress on a job, or the encoder without a clip, before it is ended. For
+    a clip of up to 124 frames of 1344x768; larger ones get in proportion."""
+    encoding_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """The same for the text encoder, whatever the clip; 0: `stage_timeout_seconds`."""
+    step_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """The same for one denoise step; 0: `stage_timeout_seconds`."""
+    decoding_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """The same for one decoded temporal unit, or the soundtrack; 0: `stage_timeout_seconds`."""
+    muxing_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """The same for what the encoder has left to do after the last frame; 0: `stage_timeout_seconds`."""
+    upload_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a finished clip waits for an object store that is away before its job is given another attempt."""
+    spool_jobs: PositiveInt = 4
+    """Jobs that a replica may hold at once, finished clips that wait for the object store included; it renders on
+    until there are as many. 1: each clip is stored before the next job is claimed."""
+    spool_bytes: Annotated[int, Field(ge=0)] = 4_294_967_296
+    """Finished clips that wait for the object store may take this much of the scratch directory before the replica
+    stops claiming."""
+    scratch_free_bytes: Annotated[int, Field(ge=0)] = 536_870_912
+    """A replica claims nothing while its scratch directory has less room than this."""
+    drain_after_crashes: PositiveInt = 3
+    """Different jobs that a replica may crash on within half an hour before it takes no more and waits for a person."""
     pipeline: NonEmpty = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
     """`module:callable` that builds the pipeline of a rank."""
     scratch: Path = Path(gettempdir())

@@ -22,7 +22,8 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return not TRANSITIONS[self]
+        """Whether no attempt will change the job any more. A retry starts a new generation of it."""
+        return self in FINAL_STATES
 
     @property
     def public_status(self) -> str:
@@ -32,18 +33,22 @@ class JobState(StrEnum):
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.CLAIMED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED}),
-    JobState.CLAIMED: frozenset({JobState.RUNNING, JobState.QUEUED, JobState.CANCELLED, JobState.FAILED}),
+    JobState.CLAIMED: frozenset(
+        {JobState.RUNNING, JobState.QUEUED, JobState.CANCELLED, JobState.FAILED, JobState.EXPIRED}
+    ),
     JobState.RUNNING: frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.QUEUED}),
     JobState.COMPLETED: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.CANCELLED: frozenset(),
-    JobState.EXPIRED: frozenset(),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.EXPIRED: frozenset({JobState.QUEUED}),
 }
+"""The moves out of a final state are retries in place: each makes a new generation of the job."""
 
 _PUBLIC_STATUS = {JobState.CLAIMED: "in_progress", JobState.RUNNING: "in_progress"}
 
-FINAL_STATES = tuple(state for state in JobState if state.is_final)
+FINAL_STATES = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)
 LEASED_STATES = (JobState.CLAIMED, JobState.RUNNING)
+RETRYABLE_STATES = tuple(state for state in FINAL_STATES if JobState.QUEUED in TRANSITIONS[state])
 
 
 def sources(target: JobState) -> tuple[JobState, ...]:

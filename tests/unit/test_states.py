@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rushes_core.states import FINAL_STATES, TRANSITIONS, JobState, sources, states_with_status
+from rushes_core.states import FINAL_STATES, RETRYABLE_STATES, TRANSITIONS, JobState, sources, states_with_status
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,8 +12,12 @@ def test_every_state_has_a_row() -> None:
     assert set(TRANSITIONS) == set(JobState)
 
 
-def test_final_states_are_those_without_an_exit() -> None:
-    assert set(FINAL_STATES) == {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED}
+def test_no_attempt_leaves_a_final_state() -> None:
+    assert set(FINAL_STATES) == {state for state in JobState if TRANSITIONS[state] <= {JobState.QUEUED}}
+
+
+def test_what_did_not_complete_can_be_retried() -> None:
+    assert RETRYABLE_STATES == (JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)
 
 
 def test_every_state_but_the_first_can_be_reached() -> None:
