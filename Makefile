@@ -1,6 +1,6 @@
 # `make help` lists the targets. Whatever takes more than two lines is a script in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check lock clean
+.PHONY: help setup demo up test faults check lock clean
 
 # two busy processes on few cores otherwise spin against each other in OpenMP's barriers
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -24,6 +24,9 @@ setup: ## make .venv from the hashed lock; does nothing when that is done
 
 test: setup ## run all tests (ARGS="tests/unit -k canvas")
 	@$(BIN)/pytest $(ARGS)
+
+faults: setup ## play the fault matrix (ARGS="--only 6,24 --seed 7", "--mutants", "--replay FILE")
+	@PYTHONPATH=tests $(BIN)/python -P -m support.faults.matrix $(ARGS)
 
 check: setup ## check format, lint, import contracts and types
 	@scripts/check.sh
