@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from pydantic import SecretStr
-from rushes_core.settings import Settings
+# ranks and media processes need none of it
+if TYPE_CHECKING:
+    from rushes_core.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
 _PREFIX = "RUSHES_"
@@ -61,12 +63,12 @@ def how_it_ended(returncode: int) -> str:
         return f"was killed by signal {-returncode}"
 
 
-def settings_environment(settings: Settings) -> dict[str, str]:
+def settings_environment(settings: "Settings") -> dict[str, str]:
     """This process's environment with the variables that make `settings` again in a child."""
     env = environment_without_settings()
     for name in type(settings).model_fields:
         value = getattr(settings, name)
-        if isinstance(value, SecretStr):
+        if hasattr(value, "get_secret_value"):
             value = value.get_secret_value()
         elif isinstance(value, Enum):
             value = value.value

@@ -4,16 +4,14 @@ A clip that fails is reported once and forgotten; what still arrives for it is d
 parent.
 """
 
-import ctypes
-import os
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
+from rushes_worker.child import end_with_parent
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.messages import (
     AbortClip,
@@ -29,8 +27,6 @@ from rushes_worker.media.messages import (
     StartClip,
 )
 from rushes_worker.media.validate import ClipFacts
-
-_PR_SET_PDEATHSIG = 1
 
 
 class ClipInProgress:
@@ -152,19 +148,10 @@ class CommandLoop:
         self._connection.send(reply)
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when the thread that started it ends; at once if it has ended already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        sys.exit(1)
-
-
-def main(descriptor: int, parent_pid: int) -> None:
+def main(parent_pid: int, descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     end_with_parent(parent_pid)
-    # Ctrl-C reaches the whole process group; the worker decides what becomes of the clip
+    # the worker decides what becomes of the clip
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection:
         CommandLoop(connection).run()

@@ -1,10 +1,9 @@
 """The media process: encoding beside the ranks, in a process without torch.
 
-`MediaProcess` is the worker's side. The process itself runs `python -m rushes_worker.media.process FD PARENT_PID` and
+`MediaProcess` is the worker's side. The process itself runs `python -m rushes_worker.media.process PARENT_PID FD` and
 talks over an inherited socket; `child.py` is what it does.
 """
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rushes_worker.child import environment_without_settings, spawn
 from rushes_worker.media.encode import EncoderSettings, check_frame_size, partial_path
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.messages import (
@@ -39,8 +39,8 @@ ABORT_SECONDS = 10.0
 class MediaProcess:
     """A child process that turns the raw files of one clip after another into MP4s.
 
-    Not thread-safe: one thread uses it. The kernel ends the child when the thread that started it ends, so start it
-    from a thread that lives as long as the worker.
+    Not thread-safe: one thread at a time uses it. Only the main thread may make one, or start a clip, which replaces
+    a child that is gone.
 
     A file handed over belongs to this class. After any `MediaError` the clip is over and its files are gone;
     `start_clip` begins the next one, in a new child if the old one is lost.
@@ -178,11 +178,11 @@ class MediaProcess:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rushes_worker.media.process", *arguments],
+            self._child = spawn(
+                "rushes_worker.media.process",
+                [str(theirs.fileno())],
+                env=environment_without_settings(),
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())
 
