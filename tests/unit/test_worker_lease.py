@@ -10,9 +10,9 @@ def lease(*, age: float) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("age", "doubtful", "over"), [(0, False, False), (19, False, False), (21, True, False), (31, True, True)]
+    ("age", "doubtful", "over"), [(0, False, False), (28, False, False), (29.5, True, False), (31, True, True)]
 )
-def test_lease_that_is_not_renewed_is_doubtful_after_two_thirds_and_over_at_its_end(
+def test_lease_that_is_not_renewed_is_doubtful_shortly_before_its_end_and_over_at_it(
     age: float, doubtful: bool, over: bool
 ) -> None:
     held = lease(age=age)
@@ -21,7 +21,7 @@ def test_lease_that_is_not_renewed_is_doubtful_after_two_thirds_and_over_at_its_
 
 def test_renewal_counts_from_when_it_was_asked_for() -> None:
     held = lease(age=31)
-    held.renewed(time.monotonic() - 21)
+    held.renewed(time.monotonic() - 29.5)
     assert (held.is_doubtful, held.is_over) == (True, False)
 
 

@@ -2,8 +2,14 @@
 
 import time
 
-FENCE_SHARE = 2 / 3
-"""Share of the lease after which a replica that could not renew it stops rendering, by its own clock."""
+MARGIN_SHARE = 0.1
+MAX_MARGIN_SECONDS = 1.0
+"""How long before its end a replica that could not renew a lease stops rendering: about what a boundary takes to come.
+
+Rendering on until then is safe. By the replica's clock the lease ends no later than by the database's, which gives the
+job to nobody before that; and should a step outlast the margin, the fence keeps what comes out of it from taking
+effect. Stopping earlier would only throw away work that a database on its way back could still have counted.
+"""
 
 
 class Lease:
@@ -30,7 +36,7 @@ class Lease:
     @property
     def is_doubtful(self) -> bool:
         """The replica must stop rendering: another one may begin soon."""
-        return self.lost or self._age > self.seconds * FENCE_SHARE
+        return self.lost or self._age > self.seconds - min(MAX_MARGIN_SECONDS, MARGIN_SHARE * self.seconds)
 
     @property
     def is_over(self) -> bool:
