@@ -4,15 +4,17 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES, Canvas, canvas_for_size
 from rushes_core.clip import FPS, MAX_SECONDS, MIN_SECONDS, Clip, frames_for
 from rushes_core.errors import InvalidRequest
 from rushes_core.ids import new_video_id
+from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration, parse_moment
 from rushes_core.served_model import ServedModel
 
 MAX_SEED = 2**63 - 1
@@ -91,6 +93,15 @@ def _metadata(value: object) -> dict[str, str]:
     return cast("dict[str, str]", pairs)
 
 
+def _moment(value: object) -> datetime:
+    try:
+        return parse_moment(value)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "invalid_value", "{problem}, got {value}", {"problem": str(error), "value": shown(value)}
+        ) from error
+
+
 def _prompt(value: object) -> str:
     # pydantic's own check of text refuses lone surrogates without naming them; `check_prompt` does
     if not isinstance(value, str):
@@ -109,6 +120,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+Moment = Annotated[
+    datetime,
+    BeforeValidator(_moment),
+    WithJsonSchema({"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number"}]}),
+]
+"""A time with its zone, or Unix seconds."""
+
+
 class VideoRequest(BaseModel):
     """The body of `POST /v1/videos`. Unknown fields are refused by name; null is the same as absent."""
 
@@ -123,6 +142,8 @@ class VideoRequest(BaseModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
     priority: Literal["interactive", "normal", "bulk"] | None = None
+    not_before: Moment | None = None
+    deadline: Moment | None = None
 
     fps: Any = None
     n: Any = None
@@ -146,9 +167,12 @@ class ResolvedRequest:
     size_requested: str | None
     metadata: dict[str, str]
     priority: int
+    not_before: datetime | None
+    deadline: datetime | None
 
     def job_values(self, model: ServedModel, *, project: str, max_attempts: int) -> dict[str, Any]:
         """The columns of a new job."""
+        times = {"run_at": self.not_before, "deadline_at": self.deadline}
         return {
             "id": new_video_id(),
             "project": project,
@@ -165,6 +189,7 @@ class ResolvedRequest:
                 "size_requested": self.size_requested,
                 "metadata": self.metadata,
             },
+            **{name: time for name, time in times.items() if time is not None},
         }
 
 
@@ -182,8 +207,11 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
-def resolve(body: Mapping[str, Any], model: ServedModel) -> ResolvedRequest:
+def resolve(body: Mapping[str, Any], model: ServedModel, *, cancel_after: str | None = None) -> ResolvedRequest:
     """Check a parsed body against the served model and work out what would be rendered.
+
+    Args:
+        cancel_after: value of the header `Cancel-After`, which says `deadline` as a duration from now.
 
     Raises:
         InvalidRequest: names the field, the value and the limit.
@@ -195,6 +223,7 @@ def resolve(body: Mapping[str, Any], model: ServedModel) -> ResolvedRequest:
     _check_fixed(request, model)
     token_ids = model.tokenizer.encode(request.prompt, max_tokens=model.max_prompt_tokens)
     seconds, clip = _duration(request)
+    not_before, deadline = _times(request, cancel_after, now=datetime.now(UTC))
     return ResolvedRequest(
         prompt=request.prompt,
         num_tokens=len(token_ids),
@@ -205,6 +234,8 @@ def resolve(body: Mapping[str, Any], model: ServedModel) -> ResolvedRequest:
         size_requested=request.size,
         metadata=request.metadata or {},
         priority=PRIORITIES[request.priority or "normal"],
+        not_before=not_before,
+        deadline=deadline,
     )
 
 
@@ -298,3 +329,47 @@ def _duration(request: VideoRequest) -> tuple[str, Clip]:
             f"num_frames {request.num_frames} and seconds {request.seconds} ask for different clips", param="num_frames"
         )
     return request.seconds, clip
+
+
+def _times(
+    request: VideoRequest, cancel_after: str | None, *, now: datetime
+) -> tuple[datetime | None, datetime | None]:
+    """`not_before`, None unless it lies ahead, and the deadline."""
+    name, deadline = "deadline", request.deadline
+    if cancel_after is not None:
+        if deadline is not None:
+            raise InvalidRequest("deadline and the header Cancel-After exclude each other", param="deadline")
+        name, deadline = "Cancel-After", now + _cancel_after(cancel_after)
+    for what, time in (("not_before", request.not_before), (name, deadline)):
+        if time is None:
+            continue
+        if time < now - MAX_BEHIND:
+            raise InvalidRequest(
+                f"{what} must not lie more than {MAX_BEHIND.seconds} seconds in the past, got {time.isoformat()}",
+                param=what,
+            )
+        if time > now + MAX_AHEAD:
+            raise InvalidRequest(
+                f"{what} must not lie more than {MAX_AHEAD.days} days ahead, got {time.isoformat()}", param=what
+            )
+    if deadline is not None and request.not_before is not None and deadline <= request.not_before:
+        raise InvalidRequest(
+            f"{name} must lie after not_before, got {deadline.isoformat()}, "
+            f"which is not after {request.not_before.isoformat()}",
+            param=name,
+        )
+    later = request.not_before is not None and request.not_before > now
+    return request.not_before if later else None, deadline
+
+
+def _cancel_after(text: str) -> timedelta:
+    try:
+        duration = parse_duration(text)
+    except ValueError as error:
+        raise InvalidRequest(f"Cancel-After {error}, got {shown(text)}", param="Cancel-After") from error
+    if not MIN_CANCEL_AFTER <= duration <= MAX_AHEAD:
+        raise InvalidRequest(
+            f"Cancel-After must be between {MIN_CANCEL_AFTER.seconds}s and {MAX_AHEAD.days}d, got {shown(text)}",
+            param="Cancel-After",
+        )
+    return duration

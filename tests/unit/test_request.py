@@ -1,5 +1,8 @@
 """What a request for a clip may say, and what it resolves to."""
 
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -291,3 +294,87 @@ def test_no_body_does_anything_but_resolve_or_be_refused(model: ServedModel, bod
     except InvalidRequest as error:
         outcome = str(error)
     assert len(outcome.encode()) < 1_000
+
+
+def iso(**ahead: float) -> str:
+    return (datetime.now(UTC) + timedelta(**ahead)).isoformat()
+
+
+class TestTimes:
+    def test_they_become_columns_of_the_job(self, model: ServedModel) -> None:
+        request = resolved(model, not_before=iso(hours=1), deadline=iso(hours=2))
+        values = request.job_values(model, project="default", max_attempts=3)
+        assert (values["run_at"], values["deadline_at"]) == (request.not_before, request.deadline)
+
+    def test_without_them_the_database_decides(self, model: ServedModel) -> None:
+        values = resolved(model).job_values(model, project="default", max_attempts=3)
+        assert not {"run_at", "deadline_at"} & values.keys()
+
+    def test_a_start_that_is_past_is_now(self, model: ServedModel) -> None:
+        assert resolved(model, not_before=iso(seconds=-30)).not_before is None
+
+    @pytest.mark.parametrize("form", [int, float, str, lambda unix: f"{unix:.3f}"])
+    def test_unix_seconds_are_a_time(self, model: ServedModel, form: Callable[[int], object]) -> None:
+        unix = int(time.time()) + 3_600
+        assert resolved(model, deadline=form(unix)).deadline == datetime.fromtimestamp(unix, UTC)
+
+    def test_a_zone_is_respected(self, model: ServedModel) -> None:
+        ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+        local = ahead.astimezone(timezone(timedelta(hours=5, minutes=30)))
+        assert resolved(model, deadline=local.isoformat()).deadline == ahead
+        assert resolved(model, deadline=ahead.isoformat().replace("+00:00", "Z")).deadline == ahead
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            "2026-12-01T22:00:00",
+            "2026-12-01",
+            "tomorrow",
+            "2026-13-01T22:00:00Z",
+            "2026-12-01 22:00:00Z",
+            "20261201T220000Z",
+            "9999-12-31T23:59:59-23:59",
+            "٢٠٢٦-12-01T22:00:00Z",
+            True,
+            -1,
+            1e300,
+            float("inf"),
+            10**400,
+            [],
+            "",
+        ],
+    )
+    @pytest.mark.parametrize("field", ["not_before", "deadline"])
+    def test_anything_else_is_refused_by_name(self, model: ServedModel, field: str, value: object) -> None:
+        error = refused(model, **{field: value})
+        assert (error.param, error.code) == (field, "invalid_value")
+
+    @pytest.mark.parametrize("field", ["not_before", "deadline"])
+    def test_they_lie_within_thirty_days_and_not_in_the_past(self, model: ServedModel, field: str) -> None:
+        assert "60 seconds in the past" in str(refused(model, **{field: iso(seconds=-65)}))
+        assert "30 days ahead" in str(refused(model, **{field: iso(days=30, seconds=5)}))
+
+    def test_the_deadline_lies_after_the_start(self, model: ServedModel) -> None:
+        error = refused(model, not_before=iso(hours=2), deadline=iso(hours=1))
+        assert (error.param, "must lie after not_before" in str(error)) == ("deadline", True)
+
+
+class TestCancelAfter:
+    @pytest.mark.parametrize(
+        ("text", "seconds"), [("90m", 5_400), ("1h30m", 5_400), ("2d", 172_800), ("45s", 45), ("30d", 2_592_000)]
+    )
+    def test_it_is_a_deadline_from_now(self, model: ServedModel, text: str, seconds: int) -> None:
+        before = datetime.now(UTC)
+        deadline = resolve({"prompt": "a dog"}, model, cancel_after=text).deadline
+        assert deadline is not None
+        assert before <= deadline - timedelta(seconds=seconds) <= datetime.now(UTC)
+
+    @pytest.mark.parametrize("text", ["", "90", "m", "30m1h", "1.5h", "-5m", "4s", "31d", "9999999d", "5 m", "٥m"])
+    def test_anything_else_is_refused_by_name(self, model: ServedModel, text: str) -> None:
+        with pytest.raises(InvalidRequest, match="Cancel-After") as caught:
+            resolve({"prompt": "a dog"}, model, cancel_after=text)
+        assert caught.value.param == "Cancel-After"
+
+    def test_it_excludes_the_field(self, model: ServedModel) -> None:
+        with pytest.raises(InvalidRequest, match="exclude each other"):
+            resolve({"prompt": "a dog", "deadline": iso(hours=1)}, model, cancel_after="5m")
