@@ -46,15 +46,15 @@ def ranks(service: Service) -> list[int]:
 def kill_while_denoising(service: Service, pid: int) -> str:
     """Post the reference request and kill process `pid` in the middle of it; the job's id."""
     video_id: str = service.post()["id"]
-    service.jobs.wait_for_step(video_id, 1)
+    job = service.jobs.wait_for_step(video_id, 1)
     os.kill(pid, signal.SIGKILL)
-    assert service.jobs.get(video_id).phase == "denoising"
+    assert job.phase == "denoising"
     return video_id
 
 
 def check_second_attempt(service: Service, video_id: str, reference: Rendered) -> Job:
     """The second attempt made the clip of an undisturbed run, and the history says so."""
-    job = service.jobs.wait_completed(video_id)
+    job = service.wait_completed(video_id)
     assert (job.attempt, job.progress) == (2, 100)
     assert service.get(video_id)["attempt"] == 2
     first, second = service.jobs.attempts(video_id)
@@ -95,6 +95,9 @@ def test_killed_media_process_is_replaced_and_its_job_runs_again(service: Servic
     job = check_second_attempt(service, video_id, reference)
 
     assert (job.crash_count, job.error_count) == (0, 1)
+    first, _ = service.jobs.attempts(video_id)
+    assert first.error is not None
+    assert first.error["code"] == "media_process_lost"
     assert not is_alive(media)
     # the model stays loaded
     assert ranks(service) == pids

@@ -43,7 +43,7 @@ def test_two_replicas_render_two_jobs_at_the_same_time(
         busy = eventually(lambda: [one for one in service.jobs.replicas() if one.state == "busy"] or None)
         assert {replica.layout for replica in busy} == {"r2s1"}
         for video_id in ids:
-            service.jobs.wait_completed(video_id)
+            service.wait_completed(video_id)
         (first,), (second,) = (service.jobs.attempts(video_id) for video_id in ids)
         assert first.lease_owner != second.lease_owner
         assert max(first.started_at, second.started_at) < min(first.finished_at, second.finished_at)

@@ -8,7 +8,7 @@ from support.worker import eventually
 
 def check_completed_once(service: Service, *ids: str) -> None:
     for video_id in ids:
-        job = service.jobs.wait_completed(video_id)
+        job = service.wait_completed(video_id)
         assert (job.attempt, job.crash_count, job.error_count) == (1, 0, 0)
         assert service.jobs.states(video_id) == ["queued", "claimed", "running", "completed"]
         assert job.result is not None

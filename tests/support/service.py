@@ -2,7 +2,7 @@
 
 import subprocess
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 from rushes_core.models import Job, Replica
 from rushes_core.settings import Settings
-from rushes_core.states import FINAL_STATES
+from rushes_core.states import FINAL_STATES, JobState
 from rushes_core.storage import job_prefix
 from rushes_worker.child import settings_environment
 from support.api import AUTHORIZED, ApiProcess, JobDriver
@@ -25,6 +25,9 @@ REQUEST: dict[str, Any] = {
     "seed": 7,
 }
 NUM_FRAMES = 107
+
+RENDER_SECONDS = 150.0
+"""More than any job takes, on a machine that has other things to do, with an attempt that is lost."""
 
 _FINAL_STATUS = {state.public_status for state in FINAL_STATES}
 
@@ -43,9 +46,9 @@ class Sample:
 class Rendered:
     """A job from its first answer to its clip."""
 
-    posted: dict[str, Any]
-    samples: list[Sample]
-    data: bytes
+    posted: dict[str, Any] = field(repr=False)
+    samples: list[Sample] = field(repr=False)
+    data: bytes = field(repr=False)
 
     @property
     def video(self) -> dict[str, Any]:
@@ -153,9 +156,15 @@ class Service:
             samples.append(Sample(before, video, after, self.jobs.replicas()))
             return video["status"] in _FINAL_STATUS
 
-        eventually(is_final, seconds=120)
+        eventually(is_final, seconds=RENDER_SECONDS)
         assert samples[-1].video["status"] == "completed", samples[-1].video
         return samples
+
+    def wait_completed(self, video_id: str) -> Job:
+        """The row of the job once it is completed."""
+        job = self.jobs.wait_for(video_id, *FINAL_STATES, seconds=RENDER_SECONDS)
+        assert job.state is JobState.COMPLETED, job.error
+        return job
 
     def render(self, **changes: Any) -> Rendered:
         """Post `REQUEST` with `changes`, wait for the clip and fetch it."""
