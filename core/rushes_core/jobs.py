@@ -308,13 +308,28 @@ def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job
 
 
 def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
-    """CLAIMED or RUNNING -> QUEUED without counting anything against the job: its worker is shutting down."""
+    """CLAIMED or RUNNING -> QUEUED without counting anything against the job: its worker is shutting down.
+
+    CANCELLED if that was asked for: no claim would take it again.
+    """
     return (
         update(Job)
         .where(_held(job_id, fence, JobState.QUEUED))
-        .values(state=JobState.QUEUED, attempt=Job.attempt - 1, run_at=func.now(), **_NO_PROGRESS, **_RELEASED)
+        .values(**_given_back())
         .returning(Job)
     )
+
+
+def _given_back() -> dict[str, Any]:
+    return {
+        "state": case((_IS_CANCELLED, _CANCELLED), else_=_QUEUED),
+        "error": case((_IS_CANCELLED, _BY_USER), else_=Job.error),
+        "finished_at": case((_IS_CANCELLED, func.now()), else_=None),
+        "attempt": Job.attempt - 1,
+        "run_at": func.now(),
+        **_NO_PROGRESS,
+        **_RELEASED,
+    }
 
 
 def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[Job]:
@@ -322,7 +337,7 @@ def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[J
     return (
         update(Job)
         .where(Job.lease_owner == owner, _IS_LEASED, _is(JobState.CLAIMED), Job.fence.not_in(fences))
-        .values(state=JobState.QUEUED, attempt=Job.attempt - 1, run_at=func.now(), **_NO_PROGRESS, **_RELEASED)
+        .values(**_given_back())
         .returning(Job)
     )
 

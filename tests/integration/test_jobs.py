@@ -175,6 +175,13 @@ def test_release_gives_a_job_back_without_counting_anything(rows: JobRows) -> No
     assert rows.claim() is not None
 
 
+def test_job_that_is_given_back_with_a_cancel_asked_for_is_cancelled(rows: JobRows) -> None:
+    job = rows.claimed()
+    rows.run(jobs.cancel(job.id, project=job.project))
+    released = rows.run(jobs.release(job.id, fence=job.fence))
+    assert (released.state, released.error) == (JobState.CANCELLED, jobs.CANCELLED_BY_USER)
+
+
 def test_progress_never_falls_and_stays_below_100_while_running(rows: JobRows) -> None:
     job = rows.running()
     seen: list[int] = []
