@@ -5,14 +5,16 @@ import os
 from fastapi import FastAPI
 from rushes_api import app
 from rushes_core.canvas import BY_SIZE, Canvas
-from support.faults.mutants import commit_after_answer
+from support.faults.mutants import commit_after_answer, install
 
 SIZE = "64x64"
+COMMIT_AFTER_ANSWER = "commit after answer"
 BY_SIZE[SIZE] = Canvas("1:1", 64, 64, 64)
 
 
 def create_app() -> FastAPI:
+    install()
     created = app.create_app()
-    if os.environ.get("FAULT_MUTANT") == "commit after answer":
+    if os.environ.get("FAULT_MUTANT") == COMMIT_AFTER_ANSWER:
         commit_after_answer(created, seconds=2.0)
     return created

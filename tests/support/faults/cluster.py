@@ -152,6 +152,9 @@ class Client:
     def get(self, job_id: str) -> httpx.Response | None:
         return self._call("get", "GET", f"/v1/videos/{job_id}", job=job_id)
 
+    def content(self, job_id: str) -> httpx.Response | None:
+        return self._call("get", "GET", f"/v1/videos/{job_id}/content", job=job_id)
+
     def close(self) -> None:
         self._http.close()
 
@@ -200,6 +203,7 @@ class Load:
     deletes: float = 0.08
     step_seconds: tuple[float, float] = (0.0, 0.06)
     tries: int = 20
+    priorities: Sequence[str] = ("interactive", "normal", "bulk")
     accepted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -222,7 +226,7 @@ class Load:
             if self._stop.is_set():
                 return
             step = self.random.uniform(*self.step_seconds)
-            priority = self.random.choice(["interactive", "normal", "bulk"])
+            priority = self.random.choice(self.priorities)
             job_id = self.client.create(f"a wave [step {step:.3f}]", tries=self.tries, priority=priority)
             fate = self.random.random()
             if job_id is not None:

@@ -14,7 +14,7 @@ from support.faults.checker import Violation, check
 from support.faults.cluster import Cluster
 from support.faults.history import load
 from support.faults.mutant_runs import MUTANT_RUNS, play_mutant
-from support.faults.scenarios import ROWS, Row
+from support.faults.scenarios import ROWS, NotHere, Row
 from support.faults.servers import Servers
 
 
@@ -29,6 +29,7 @@ class Outcome:
     recovery_seconds: float | None
     seconds: float
     history: str
+    not_run: str = ""
 
 
 def play(row: Row, servers: Servers, folder: Path, *, seed: int) -> Outcome:
@@ -39,6 +40,8 @@ def play(row: Row, servers: Servers, folder: Path, *, seed: int) -> Outcome:
         cluster.meta(row=row.number, name=row.name)
         try:
             row.play(cluster)
+        except NotHere as error:
+            return Outcome(row.number, row.name, seed, [], None, time.monotonic() - began, "", str(error))
         except (TimeoutError, AssertionError) as error:
             where = traceback.extract_tb(error.__traceback__)
             lines = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(where[-4:]))
@@ -84,7 +87,10 @@ def _play_rows(servers: Servers, out: Path, only: set[int] | None, *, seed: int,
                 continue
             for run in range(runs):
                 outcome = play(row, servers, out / f"row-{number:02}-{seed + run}", seed=seed + run)
-                outcomes.append(outcome)
+                if outcome.not_run:
+                    skipped.append(Row(number, row.name, None, outcome.not_run))
+                else:
+                    outcomes.append(outcome)
                 results.write(json.dumps(asdict(outcome)) + "\n")
                 results.flush()
                 _print_outcome(outcome)
@@ -118,6 +124,9 @@ def _play_mutants(servers: Servers, out: Path, seed: int) -> int:
 
 
 def _print_outcome(outcome: Outcome) -> None:
+    if outcome.not_run:
+        print(f"{outcome.number:>2} {outcome.name}: not run: {outcome.not_run}", flush=True)
+        return
     recovery = "" if outcome.recovery_seconds is None else f", recovery {outcome.recovery_seconds:.1f} s"
     verdict = "ok" if not outcome.violations else f"{len(outcome.violations)} VIOLATIONS"
     print(f"{outcome.number:>2} {outcome.name}: {verdict}{recovery}, {outcome.seconds:.0f} s", flush=True)

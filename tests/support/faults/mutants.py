@@ -1,12 +1,14 @@
 """Guarantees taken away, and places to stop at: changes that a test process makes to itself before it runs Rushes.
 
 `FAULT_MUTANT` names what is taken away, `FAULT_POINT` a place and what happens there, `place:action`; it happens once
-in all processes that share the file `FAULT_ONCE`. The product knows nothing of either.
+in all processes that share the file `FAULT_ONCE`. `FAULT_CLOCK_SECONDS` is what Python's clock of the process is ahead.
+The product knows nothing of any of these.
 """
 
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -26,11 +28,25 @@ if TYPE_CHECKING:
 def install() -> None:
     """Change this process as the environment says."""
     mutant = os.environ.get("FAULT_MUTANT", "")
-    if mutant:
+    if mutant in MUTANTS:
         MUTANTS[mutant]()
+    if ahead := os.environ.get("FAULT_CLOCK_SECONDS"):
+        _skew_clock(float(ahead))
     place, _, action = os.environ.get("FAULT_POINT", "").partition(":")
     if place:
         _arm(place, action)
+
+
+def _skew_clock(seconds: float) -> None:
+    """Wall-clock time is off; monotonic time is not, as when an administrator sets the clock."""
+    from datetime import timedelta
+
+    from botocore import auth
+
+    wall_clock, now = time.time, auth.get_current_datetime
+    time.time = lambda: wall_clock() + seconds
+    # requests to the store are signed with their time
+    auth.get_current_datetime = lambda *arguments: now(*arguments) + timedelta(seconds=seconds)
 
 
 def _no_fence() -> None:

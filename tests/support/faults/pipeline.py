@@ -1,7 +1,8 @@
 """The scripted pipeline that leaves a line in the history for every render, and can be sick.
 
 `FAULT_RENDERS` names the file of lines. `FAULT_SICK` makes every render kill its rank, whatever the job. Beyond the
-scripted directives, `[host memory]` in the prompt ends the rank as the kernel's memory killer would.
+scripted directives, `[device memory]` in the prompt has every rank run out of it unless it was asked to spare memory,
+and `[device memory always]` even then.
 """
 
 import os
@@ -19,9 +20,10 @@ class FaultPipeline(ScriptedPipeline):
 
     def render(self, request: RenderRequest, reporter: Reporter) -> None:
         self._note("invoke", request)
-        if os.environ.get("FAULT_SICK") or "[host memory]" in request.prompt:
+        if os.environ.get("FAULT_SICK"):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
+            _exhaust(request)
             super().render(request, reporter)
         except BaseException as error:
             self._note("fail", request, error=type(error).__name__)
@@ -47,3 +49,11 @@ class FaultPipeline(ScriptedPipeline):
                 "data": data,
             },
         )
+
+
+def _exhaust(request: RenderRequest) -> None:
+    import torch
+
+    spared = getattr(request, "low_memory", False)
+    if "[device memory always]" in request.prompt or ("[device memory]" in request.prompt and not spared):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

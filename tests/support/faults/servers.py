@@ -16,6 +16,7 @@ from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.server import Server
 from rushes_core.database import migrate
 from sqlalchemy import make_url
+from support.processes import descendants
 from support.stack import libpq_url, s3_client, settings_of
 
 
@@ -86,6 +87,22 @@ class Servers:
         server.launch()
         while not server.is_ready():
             time.sleep(0.02)
+
+    def revive(self, name: str) -> None:
+        """Start a server if it has ended, and return when it answers."""
+        server = self._server(name)
+        assert server.child is not None
+        deadline = time.monotonic() + 10
+        while server.child.poll() is None and not server.probe() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if server.child.poll() is not None:
+            self.launch(name)
+
+    def pids(self, name: str) -> list[int]:
+        """Every process of a server."""
+        child = self._server(name).child
+        assert child is not None
+        return [child.popen.pid, *descendants(child.popen.pid)]
 
     def restart(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.stop(name, number)
