@@ -5,7 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from celery.worker.consumer import Consumer
 from rushes_core.log import get_logger
 from rushes_core.queue import WAKE_TASK, create_celery
 from rushes_core.settings import Settings
@@ -61,6 +63,7 @@ class HintListener:
             self._on_hint()
 
         worker = app.WorkController(
+            consumer_cls=_Consumer,
             pool=POOL,
             concurrency=1,
             queues=[self._settings.gpu_queue],
@@ -70,3 +73,21 @@ class HintListener:
             without_heartbeat=True,
         )
         worker.start()
+
+
+class _Consumer(Consumer):
+    """Lets go of a connection that it could not use.
+
+    Celery forgets one that fails after it was opened, as each does while Redis is read-only or full, and tries again
+    several times a second until the process has no descriptors left.
+    """
+
+    def connect(self) -> Any:
+        connection = self.connection_for_read(heartbeat=self.amqheartbeat)
+        try:
+            if self.hub:
+                connection.transport.register_with_event_loop(connection.connection, self.hub)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
