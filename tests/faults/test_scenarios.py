@@ -1,19 +1,11 @@
 """Six rows of the fault matrix, one run each. `make faults` plays all of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.faults.matrix import play
 from support.faults.scenarios import ROWS
 from support.faults.servers import Servers
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Servers of these tests alone: they are killed and started again."""
-    with Servers(tmp_path_factory.mktemp("servers")) as servers:
-        yield servers
 
 
 @pytest.mark.parametrize("number", [6, 7, 17, 24, 28, 35])

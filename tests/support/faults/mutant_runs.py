@@ -94,9 +94,11 @@ def _killed_supervisor(cluster: Cluster) -> None:
 def _cancel_while_claimed(cluster: Cluster) -> None:
     """A worker is stopped between claim and start, and its job is cancelled meanwhile."""
     job_id, stopped = scenarios._at_point(cluster, "before start:stop")
-    cluster.client.delete(job_id)
+    with cluster.servers.connect(cluster.env) as connection:
+        connection.execute("UPDATE jobs SET cancel_requested_at = now() WHERE id = %s", [job_id])
     time.sleep(1.5)
     stopped.resume()
+    time.sleep(1.5)
 
 
 MUTANT_RUNS: dict[str, Mutant] = {
@@ -111,7 +113,10 @@ MUTANT_RUNS: dict[str, Mutant] = {
     "acknowledgement lost": Mutant("none", _some_jobs, "ack lost"),
     "sweeper off": Mutant("1, supervisor killed", _killed_supervisor, "no sweeper"),
     "publish without verifying": Mutant("36, bits flipped", scenarios.s3_flipped, "no verification"),
-    "start ignores a cancel": Mutant(
-        "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel"
+    "start ignores a cancel, guard on (control)": Mutant(
+        "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel", is_caught=False
+    ),
+    "start ignores a cancel, no guard": Mutant(
+        "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel", _drop_guard
     ),
 }

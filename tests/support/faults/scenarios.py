@@ -364,6 +364,7 @@ _not_run(16, "second-node agent lost", "a replica of this version lives on one n
 @_row(17, "Redis kill -9 and restart, append-only file on and off", in_suite=True)
 def restart_redis(cluster: Cluster) -> None:
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     load = cluster.load(16)
     for appendonly in ("yes", "no"):
         with cluster.servers.redis() as redis:
@@ -384,6 +385,7 @@ def restart_redis(cluster: Cluster) -> None:
 @_row(18, "Redis FLUSHALL every 5 s")
 def flush_redis(cluster: Cluster) -> None:
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     rates = []
     for flush in (False, True):
         stop = threading.Event()
@@ -414,6 +416,7 @@ def _flush(cluster: Cluster, stop: threading.Event) -> None:
 def redis_down(cluster: Cluster) -> None:
     """20 s, of 5 minutes: nothing waits for anything longer."""
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     cluster.servers.stop("valkey")
     struck = time.time()
     load = cluster.load(25, gap_seconds=0.5)
@@ -440,6 +443,7 @@ def _submit_p99(cluster: Cluster, limit: float = 0.5) -> None:
 def redis_frozen(cluster: Cluster) -> None:
     """20 s, of 75 s: longer than every time-out on the way."""
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     with cluster.servers.frozen("valkey"):
         load = cluster.load(20, gap_seconds=0.7)
         load.join()
@@ -459,6 +463,7 @@ def _dispatcher_recovered(cluster: Cluster) -> bool:
 @_row(21, "Redis CLIENT KILL of all connections every 2 s")
 def kill_redis_clients(cluster: Cluster) -> None:
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     load = cluster.load(30, gap_seconds=0.3)
     with cluster.servers.redis() as redis:
         for _ in range(6):
@@ -471,6 +476,7 @@ def kill_redis_clients(cluster: Cluster) -> None:
 @_row(22, "Redis memory full, no eviction")
 def redis_full(cluster: Cluster) -> None:
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     with cluster.servers.redis() as redis:
         redis.config_set("maxmemory", "1")
         try:
@@ -489,6 +495,7 @@ def redis_full(cluster: Cluster) -> None:
 @_row(23, "Redis read-only: demoted to a replica")
 def redis_read_only(cluster: Cluster) -> None:
     cluster.start(workers=2)
+    cluster.meta(redis_broke=True)
     with cluster.servers.redis() as redis:
         redis.execute_command("REPLICAOF", "127.0.0.1", "1")
         try:
@@ -506,13 +513,17 @@ def redis_read_only(cluster: Cluster) -> None:
 
 @_row(24, "Postgres immediate restart, five times", in_suite=True)
 def restart_postgres(cluster: Cluster) -> None:
-    cluster.start(workers=2)
+    """With a lease that outlives each restart, as it does in production: no running job may be lost to it."""
+    cluster.start(workers=2, lease_seconds=20)
     load = cluster.load(24, gap_seconds=0.3)
     for _ in range(5):
         time.sleep(cluster.random.uniform(0.4, 1.5))
         cluster.servers.restart("postgres", signal.SIGQUIT)
         cluster.lifted(limit=10)
     load.join()
+    cluster.quiesce()
+    crashes = sum(row["crash_count"] for row in cluster.query("SELECT crash_count FROM jobs"))
+    cluster.expect("no crash was counted", crashes == 0, crashes)
 
 
 @_row(25, "Postgres down for longer than the lease")
@@ -552,7 +563,7 @@ def terminate_backends(cluster: Cluster) -> None:
 
 @_row(27, "Postgres behind a black hole")
 def postgres_black_hole(cluster: Cluster) -> None:
-    """15 s, of 40: nearly four leases."""
+    """15 s, of 40: nearly four leases. The proxy's own host goes on acknowledging, so no TCP time-out helps."""
     proxy = cluster.proxy_postgres()
     url = cluster.database_url(proxy)
     cluster.start_api()
@@ -565,8 +576,8 @@ def postgres_black_hole(cluster: Cluster) -> None:
     struck = time.time()
     load = cluster.load(8, gap_seconds=0.5)
     time.sleep(15)
-    logs = [r for worker in cluster.workers for r in worker.records() if r.get("event") == "lease_lost"]
-    cluster.expect("a worker fenced itself", logs)
+    stopped = [r["t_wall"] - struck for r in _renders(cluster) if (r["job"], r["phase"]) == (job_id, "fail")]
+    cluster.expect("the worker fenced itself", stopped and stopped[0] < LEASE_SECONDS + 2, stopped, job=job_id)
     proxy.set(Mode.PASS)
     cluster.lifted(limit=15)
     load.join()
@@ -615,18 +626,21 @@ def lock_storm(cluster: Cluster) -> None:
 
 @_row(30, "old snapshot held")
 def old_snapshot(cluster: Cluster) -> None:
-    """20 s, of 10 minutes, with 3,000 jobs that were updated meanwhile; a session of Rushes' own would be ended."""
+    """About 20 s, of 10 minutes, and 800 updates of queued rows. A session of Rushes' own would be ended after 10 s."""
     cluster.start(workers=1)
+    before = _claim_times(cluster, count=200)
     with psycopg.connect(libpq_url(cluster.env)) as connection:
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         connection.execute("SELECT count(*) FROM jobs")
         load = cluster.load(20, gap_seconds=0.4)
-        times = _claim_times(cluster, count=400)
+        during = _claim_times(cluster, count=400)
         load.join()
         connection.rollback()
-    p99 = times[int(0.99 * (len(times) - 1))]
-    cluster.meta(claim_p99_ms=p99 * 1000)
-    cluster.expect("claim p99 below 50 ms", p99 < 0.05, f"{p99 * 1000:.1f} ms")
+    for name, times in (("before", before), ("during", during)):
+        cluster.meta(**{f"claim_ms_{name}": [round(1000 * times[int(q * (len(times) - 1))], 1) for q in (0.5, 0.99)]})
+    # medians: the tail belongs to whoever else uses the machine
+    slower = during[len(during) // 2] / before[len(before) // 2]
+    cluster.expect("claims take no more than three times as long", slower < 3, f"{slower:.1f} times")
     cluster.lifted()
     cluster.client.create(tries=5)
 
@@ -910,6 +924,13 @@ def _objects(cluster: Cluster, job_id: str) -> list[str]:
 
     answer = s3_client(cluster.env).list_objects_v2(Bucket=cluster.env["RUSHES_S3_BUCKET"])
     return [item["Key"] for item in answer.get("Contents", ()) if job_id in item["Key"]]
+
+
+def _renders(cluster: Cluster) -> list[dict[str, Any]]:
+    from support.faults.history import load
+
+    path = cluster.folder / "renders.jsonl"
+    return load(path) if path.exists() else []
 
 
 def _answers(cluster: Cluster, op: str) -> list[int]:
