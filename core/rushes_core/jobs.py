@@ -6,7 +6,7 @@ row changed nothing: somebody else moved the job first.
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     Delete,
@@ -16,11 +16,9 @@ from sqlalchemy import (
     Update,
     and_,
     case,
-    column,
     delete,
     exists,
     func,
-    insert,
     literal,
     literal_column,
     or_,
@@ -30,18 +28,16 @@ from sqlalchemy import (
     tuple_,
     union_all,
     update,
-    values,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import CTE
+from sqlalchemy.sql.selectable import CTE, TypedReturnsRows
 
 from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, JobAttempt, ProjectShare, Replica
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
-FENCE_SEQUENCE = "job_fence_seq"
 STALE_REPLICA = timedelta(days=1)
 IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
 MAX_CRASHES = 3
@@ -52,10 +48,6 @@ CRASHED_ON_WAIT = timedelta(seconds=30)
 """How long a job that crashed a replica waits for another one before that one may take it again."""
 MAX_AHEAD = 10_000
 """Where the count of jobs ahead in the queue stops."""
-
-
-def _next_fence() -> ColumnElement[int]:
-    return func.nextval(FENCE_SEQUENCE)
 
 
 def _in(seconds: float) -> ColumnElement[Any]:
@@ -85,107 +77,74 @@ _NO_PROGRESS = {"phase": None, "completed_steps": 0}
 
 
 def create(**values: Any) -> ReturningInsert[Job]:
-    """-> QUEUED. `values` are the columns that a request decides."""
-    return insert(Job).values(state=JobState.QUEUED, **values).returning(Job)
+    """-> QUEUED. `values` are the columns that a request decides. No row: there is one with this id already."""
+    statement = upsert(Job).values(state=JobState.QUEUED, **values)
+    return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
 
 
-def claim(*, model: str, owner: str, lease_seconds: float) -> Select[Job]:
+_CLAIM = text("""
+WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
+    SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
+        SELECT oldest.id, oldest.cost, share.project, share.clock FROM (
+            SELECT project, clock, greatest(virtual_time, clock) AS virtual_now
+            FROM project_shares, (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
+            ORDER BY virtual_now, project
+        ) AS share, LATERAL (
+            SELECT id, num_frames * width * height / 1e8::float AS cost FROM jobs
+            WHERE state = 'queued' AND model = :model AND priority = urgency.priority AND project = share.project
+                AND run_at <= now() AND cancel_requested_at IS NULL
+                AND (deadline_at IS NULL OR deadline_at > now())
+                AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
+                    OR NOT EXISTS (
+                        SELECT FROM replicas
+                        WHERE replicas.model = jobs.model AND replicas.state IN ('ready', 'busy')
+                            AND last_seen > now() - make_interval(secs => :crashed_on_wait)
+                            AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
+                    ))
+            ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
+        ) AS oldest
+        LIMIT 1
+    ) AS first
+    -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
+    WHERE (
+        SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = urgency.priority
+        ORDER BY project LIMIT 1
+    ) IS NOT NULL
+    LIMIT 1
+), claimed AS (
+    UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
+        lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
+        phase = NULL, completed_steps = 0
+    FROM ready WHERE jobs.id = ready.id
+    RETURNING jobs.*
+), charged AS (  -- read by nothing, so run last: claims of a project wait for each other only for a commit
+    UPDATE project_shares
+    SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
+    FROM ready WHERE project_shares.project = ready.project
+)
+SELECT * FROM claimed
+""")
+
+
+def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[Job]:
     """QUEUED -> CLAIMED for one ready job, with a new attempt, a new fence and a lease by database time.
 
     Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
     Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the cost
     of the job, and a project that comes back from idle starts at the time of those that were busy, without credit.
+    A job that crashed on this replica is left to others for a while, if there are others.
+
+    Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each
+    job looked for in `ix_jobs_claim`.
     """
-    clock = select(func.coalesce(func.max(ProjectShare.last_start), 0.0).label("now")).subquery("clock")
-    urgency = _urgency()
-    one_of_class = select(_ONE).where(_IS_QUEUED, Job.model == model, Job.priority == urgency.c.priority).limit(_ONE)
-    share = (
-        select(ProjectShare.project, clock.c.now)
-        .join(clock, true())
-        .order_by(func.greatest(ProjectShare.virtual_time, clock.c.now), ProjectShare.project)
-        .subquery("share")
-    )
-    oldest = (
-        select(Job.id, ((Job.num_frames * Job.width * Job.height) / 1e8).label("cost"))
-        .where(
-            _IS_QUEUED,
-            Job.model == model,
-            Job.priority == urgency.c.priority,
-            Job.project == share.c.project,
-            Job.run_at <= func.now(),
-            Job.cancel_requested_at.is_(None),
-            or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
-            _may_run_on(_replica_name(owner)),
-        )
-        .order_by(Job.run_at, Job.id)
-        .limit(_ONE)
-        .with_for_update(skip_locked=True, key_share=True)
-        .correlate(urgency, share)
-        .lateral("oldest")
-    )
-    # one lateral query a class: nothing else keeps the planner from asking the projects in the outer loop
-    first = (
-        select(oldest.c.id, oldest.c.cost, share.c.project, share.c.now)
-        .select_from(share)
-        .join(oldest, true())
-        .limit(_ONE)
-        .correlate(urgency)
-        .lateral("first")
-    )
-    # materialised: a LIMIT in a sub-select may be evaluated again by the update
-    ready = (
-        select(first)
-        .select_from(urgency)
-        .join(first, true())
-        # no EXISTS: it would become a join, and read every queued job
-        .where(one_of_class.scalar_subquery().is_not(None))
-        .limit(_ONE)
-        .cte("ready")
-        .prefix_with("MATERIALIZED", dialect="postgresql")
-    )
-    start = func.greatest(ProjectShare.virtual_time, ready.c.now)
-    claimed = (
-        update(Job)
-        .where(Job.id == ready.c.id)
-        .values(
-            state=JobState.CLAIMED,
-            attempt=Job.attempt + 1,
-            fence=_next_fence(),
-            lease_owner=owner,
-            lease_until=_in(lease_seconds),
-            **_NO_PROGRESS,
-        )
-        .returning(Job)
-        .cte("claimed")
-    )
-    # nothing reads it, so it runs last: claims of one project wait for each other no longer than a commit takes
-    charge = (
-        update(ProjectShare)
-        .where(ProjectShare.project == ready.c.project)
-        .values(last_start=start, virtual_time=start + ready.c.cost)
-        .cte("charge")
-    )
-    return select(aliased(Job, claimed)).add_cte(charge)
-
-
-def _urgency() -> Any:
-    classes = values(column("priority", Integer), name="urgency", literal_binds=True)
-    return classes.data([(0,), (1,), (2,)])
-
-
-def _replica_name(owner: str) -> str:
-    return owner.partition("#")[0]
-
-
-def _may_run_on(name: str) -> ColumnElement[bool]:
-    """Others get a job first that crashed on the replica `name`, as long as there are others."""
-    others = exists().where(
-        Replica.model == Job.model,
-        Replica.state.in_(("ready", "busy")),
-        Replica.last_seen > func.now() - CRASHED_ON_WAIT,
-        func.split_part(Replica.id, "#", 1) != Job.crashed_on.all_(),
-    )
-    return or_(~Job.crashed_on.contains([name]), Job.run_at < func.now() - CRASHED_ON_WAIT, ~others)
+    values = {
+        "model": model,
+        "owner": owner,
+        "name": owner.partition("#")[0],
+        "lease_seconds": lease_seconds,
+        "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
+    }
+    return cast("TypedReturnsRows[Job]", select(Job).from_statement(_CLAIM.bindparams(**values)))
 
 
 def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[Job]:
@@ -312,12 +271,7 @@ def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
 
     CANCELLED if that was asked for: no claim would take it again.
     """
-    return (
-        update(Job)
-        .where(_held(job_id, fence, JobState.QUEUED))
-        .values(**_given_back())
-        .returning(Job)
-    )
+    return update(Job).where(_held(job_id, fence, JobState.QUEUED)).values(**_given_back()).returning(Job)
 
 
 def _given_back() -> dict[str, Any]:
