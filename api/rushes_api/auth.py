@@ -2,6 +2,7 @@
 
 import hmac
 import re
+from dataclasses import dataclass
 from hashlib import sha256
 
 from rushes_core.settings import Settings
@@ -9,8 +10,17 @@ from rushes_core.settings import Settings
 from rushes_api.errors import Unauthorized
 
 DEFAULT_PROJECT = "default"
+KEY_ID_CHARACTERS = 16
 
 _KEY = re.compile(r"[\x21-\x7e]{1,512}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request: the project, and an id of the key that says nothing about the key."""
+
+    project: str
+    api_key: str
 
 
 class ApiKeys:
@@ -28,8 +38,8 @@ class ApiKeys:
             raise ValueError("RUSHES_API_KEY must be 1 to 512 visible ASCII characters without spaces")
         self._digest = _digest(key)
 
-    def project(self, authorization: list[str]) -> str:
-        """The project of the caller who sent these Authorization headers.
+    def caller(self, authorization: list[str]) -> Caller:
+        """The caller who sent these Authorization headers.
 
         Raises:
             Unauthorized: no key was sent, or not one of ours.
@@ -41,7 +51,7 @@ class ApiKeys:
             raise Unauthorized("the Authorization header must be `Bearer <key>`")
         if not hmac.compare_digest(_digest(key.strip()), self._digest):
             raise Unauthorized("the API key is not valid")
-        return DEFAULT_PROJECT
+        return Caller(DEFAULT_PROJECT, self._digest.hex()[:KEY_ID_CHARACTERS])
 
 
 def _digest(key: str) -> bytes:

@@ -12,16 +12,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from rushes_api.errors import ApiError, Unavailable, internal_error, render, to_api_error
+from rushes_api.errors import ApiError, OutcomeUnknown, Unavailable, internal_error, render, to_api_error
+from rushes_api.once import OUTCOME_UNKNOWN
 
 log = get_logger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _EXPOSED = (
-    "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Retry-After, "
+    "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Idempotent-Replayed, Retry-After, "
     "openai-poll-after-ms, x-request-id, x-should-retry"
 )
-_ALLOWED_HEADERS = "Authorization, Content-Type, Idempotency-Key, If-None-Match, If-Range, Range, X-Request-Id"
+_ALLOWED_HEADERS = (
+    "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Range, X-Request-Id"
+)
 _ALLOWED_METHODS = "GET, HEAD, POST, PATCH, DELETE, OPTIONS"
 _HEADER_LIST = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}", re.ASCII)
 
@@ -66,7 +69,7 @@ class Boundary:
         task.cancel()
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
-        await exchange.refuse(_too_slow(exchange.waits_for_client))
+        await exchange.refuse(OutcomeUnknown() if scope.get(OUTCOME_UNKNOWN) else _too_slow(exchange.waits_for_client))
 
     async def _guarded(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:

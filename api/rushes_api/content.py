@@ -18,7 +18,7 @@ from rushes_core.storage import content_disposition
 from rushes_api.byte_range import ByteRange, Unsatisfiable, etag_matches, parse_range
 from rushes_api.deps import State
 from rushes_api.errors import ApiError, GenerationFailed, NotReady, RangeNotSatisfiable
-from rushes_api.video import CONTENT_TYPE, MIN_POLL_MS
+from rushes_api.video import CONTENT_TYPE, MIN_POLL_MS, removed_at
 
 VARIANTS = ("video",)
 
@@ -35,6 +35,7 @@ def check_finished(job: Job) -> None:
     Raises:
         NotReady: it may have one later.
         GenerationFailed: it never will; carries the job's own error.
+        ApiError: it is gone.
     """
     state = job.state
     if not state.is_final:
@@ -43,6 +44,9 @@ def check_finished(job: Job) -> None:
         error = job.error or {}
         code = str(error.get("code", "generation_failed"))
         raise GenerationFailed(f"{job.id} is {state.public_status}: {error.get('message', '')}".rstrip(": "), code=code)
+    if removed_at(job) is not None:
+        message = f"the clip of {job.id} was removed when its retention period ended"
+        raise ApiError(message, code="video_expired", status=HTTPStatus.GONE)
 
 
 async def deliver(job: Job, request: Request, state: State, *, redirect: str | None) -> Response:

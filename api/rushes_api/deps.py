@@ -15,7 +15,7 @@ from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from rushes_api.auth import ApiKeys
+from rushes_api.auth import ApiKeys, Caller
 from rushes_api.errors import ApiError
 from rushes_api.readiness import Readiness
 
@@ -48,8 +48,15 @@ async def _app_state(request: Request) -> State:
     return _state(request)
 
 
-async def _project(request: Request) -> str:
-    return _state(request)["keys"].project(request.headers.getlist("authorization"))
+async def _caller(request: Request) -> Caller:
+    return _state(request)["keys"].caller(request.headers.getlist("authorization"))
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+async def _project(caller: CurrentCaller) -> str:
+    return caller.project
 
 
 AppState = Annotated[State, Depends(_app_state)]

@@ -8,6 +8,7 @@ ApiError                        status, code, message and headers of one answer
 ├── GenerationFailed       409  the clip will never exist
 ├── RangeNotSatisfiable    416
 └── Unavailable            503  a server behind the API cannot be reached, or schema and code do not match
+    └── OutcomeUnknown     503  ... and it may have done what was asked: nothing must repeat it by itself
 """
 
 import json
@@ -109,6 +110,28 @@ class Unavailable(ApiError):
         )
 
 
+class OutcomeUnknown(Unavailable):
+    code = "outcome_unknown"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The database went away while the request was being committed: it may have taken effect. "
+            "Look before you send it again, or send it with an Idempotency-Key."
+        )
+        self.headers["x-should-retry"] = "false"
+
+
+def is_database_gone(error: Exception) -> bool:
+    """Whether `error` tells of a database that was not reached, or not to the end."""
+    match error:
+        case OperationalError() | InterfaceError() | PoolTimeout():
+            return True
+        case DBAPIError():
+            return error.connection_invalidated
+        case _:
+            return False
+
+
 def to_api_error(error: Exception) -> ApiError | None:
     """The answer that `error` stands for; None for what nobody raised on purpose."""
     match error:
@@ -130,18 +153,12 @@ def to_api_error(error: Exception) -> ApiError | None:
             return Unavailable("The object store did not answer. Try again later.", code="storage_unavailable")
         case ProgrammingError() if isinstance(error.orig, (UndefinedTable, UndefinedColumn, UndefinedFunction)):
             return Unavailable("The database schema is not up to date. Try again later.", code="maintenance")
-        case OperationalError() | InterfaceError() | PoolTimeout():
-            return _database_unavailable()
-        case DBAPIError() if error.connection_invalidated:
-            return _database_unavailable()
+        case DBAPIError() | PoolTimeout() if is_database_gone(error):
+            return Unavailable("The database did not answer. Try again later.", code="database_unavailable")
         case RequestValidationError():
             return _invalid_parameters(error)
         case _:
             return None
-
-
-def _database_unavailable() -> Unavailable:
-    return Unavailable("The database did not answer. Try again later.", code="database_unavailable")
 
 
 def _invalid_parameters(error: RequestValidationError) -> ApiError:

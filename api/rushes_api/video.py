@@ -1,6 +1,7 @@
 """The Video object: OpenAI's members exactly, and beside them what this service can say truthfully."""
 
-from datetime import datetime
+import re
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -40,7 +41,7 @@ class Queue(BaseModel):
 
     position: int | None
     ahead: int | None
-    reason: Literal["retrying"] | None
+    reason: Literal["not_before", "retrying"] | None
 
 
 class Timing(BaseModel):
@@ -63,6 +64,7 @@ class Output(BaseModel):
     sha256: str | None
     content_type: str
     content_url: str
+    deleted_at: int | None
 
 
 class Video(BaseModel):
@@ -90,8 +92,11 @@ class Video(BaseModel):
     progress_detail: ProgressDetail
     queue: Queue
     timing: Timing
+    generation: int
     attempt: int
     max_attempts: int
+    not_before: int | None
+    deadline: int | None
     cancel_requested_at: int | None
     output: Output
 
@@ -99,14 +104,13 @@ class Video(BaseModel):
 def video_of(job: Job, model: ServedModel, *, num_ahead: int | None = None) -> Video:
     """How `job` looks to its client. `num_ahead`: jobs before it in the queue, where somebody counted them."""
     state = job.state
-    is_queued = state is JobState.QUEUED
     request = job.request
     requested = request.get("size_requested")
     return Video(
         id=job.id,
         object="video",
-        created_at=_unix(job.created_at),
-        completed_at=_unix(job.finished_at) if state is JobState.COMPLETED and job.finished_at else None,
+        created_at=int(job.created_at.timestamp()),
+        completed_at=unix_or_none(job.finished_at) if state is JobState.COMPLETED else None,
         expires_at=None,
         status=_STATUS[state],
         progress=job.progress,
@@ -115,7 +119,7 @@ def video_of(job: Job, model: ServedModel, *, num_ahead: int | None = None) -> V
         seconds=str(request.get("seconds", "")),
         size=f"{job.width}x{job.height}",
         remixed_from_video_id=None,
-        error=_error_of(job) if state.is_final else None,
+        error=error_of(job.error) if state.is_final else None,
         size_requested=None if requested is None else str(requested),
         phase=job.phase if state is JobState.RUNNING else None,
         seed=job.seed,
@@ -125,15 +129,14 @@ def video_of(job: Job, model: ServedModel, *, num_ahead: int | None = None) -> V
             completed_steps=job.completed_steps,
             total_steps=model.contract.num_forwards if job.model == model.name else None,
         ),
-        queue=Queue(
-            position=None if num_ahead is None or not is_queued else num_ahead + 1,
-            ahead=num_ahead if is_queued else None,
-            reason="retrying" if is_queued and job.error is not None else None,
-        ),
+        queue=_queue_of(job, num_ahead),
         timing=_timing_of(job, state),
+        generation=job.generation,
         attempt=job.attempt,
         max_attempts=job.max_attempts,
-        cancel_requested_at=None if job.cancel_requested_at is None else _unix(job.cancel_requested_at),
+        not_before=request.get("not_before"),
+        deadline=unix_or_none(job.deadline_at),
+        cancel_requested_at=unix_or_none(job.cancel_requested_at),
         output=_output_of(job),
     )
 
@@ -156,18 +159,35 @@ _STATUS: dict[JobState, Status] = {
 }
 
 
-def _unix(time: datetime) -> int:
-    return int(time.timestamp())
+_PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
+"""URLs and paths: what they name is inside, and nobody's business outside."""
 
 
-def _error_of(job: Job) -> VideoError | None:
-    if job.error is None:
+def unix_or_none(time: datetime | None) -> int | None:
+    return None if time is None else int(time.timestamp())
+
+
+def error_of(error: dict[str, Any] | None) -> VideoError | None:
+    """An error as it is stored, without the hosts and paths that its message may name."""
+    if error is None:
         return None
-    stage = job.error.get("stage")
+    stage = error.get("stage")
     return VideoError(
-        code=str(job.error.get("code", "generation_failed")),
-        message=str(job.error.get("message", "")),
+        code=str(error.get("code", "generation_failed")),
+        message=_PLACE.sub("[...]", str(error.get("message", ""))),
         stage=None if stage is None else str(stage),
+    )
+
+
+def _queue_of(job: Job, num_ahead: int | None) -> Queue:
+    if job.state is not JobState.QUEUED:
+        return Queue(position=None, ahead=None, reason=None)
+    if job.error is None and job.run_at > datetime.now(UTC):
+        return Queue(position=None, ahead=None, reason="not_before")
+    return Queue(
+        position=None if num_ahead is None else num_ahead + 1,
+        ahead=num_ahead,
+        reason=None if job.error is None else "retrying",
     )
 
 
@@ -203,7 +223,14 @@ def _output_of(job: Job) -> Output:
         sha256=result.get("sha256"),
         content_type=CONTENT_TYPE,
         content_url=f"/v1/videos/{job.id}/content",
+        deleted_at=removed_at(job),
     )
+
+
+def removed_at(job: Job) -> int | None:
+    """When the clip of a completed job was removed from the store, in Unix seconds."""
+    text = (job.result or {}).get("deleted_at")
+    return None if text is None else int(datetime.fromisoformat(text).timestamp())
 
 
 def canvas_members(canvas: Canvas) -> dict[str, Any]:

@@ -245,13 +245,16 @@ class IdempotencyKey(Base):
     __tablename__ = "idempotency_keys"
 
     project: Mapped[str] = mapped_column(primary_key=True)
+    api_key: Mapped[str] = mapped_column(primary_key=True)
+    """Id of the API key that the request was sent with."""
     route: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     fingerprint: Mapped[str]
     """SHA-256 of the parsed request."""
     status: Mapped[int | None] = mapped_column(SmallInteger)
-    """HTTP status and body of the answer; null only within the transaction that makes them."""
-    body: Mapped[dict[str, Any] | None]
+    """HTTP status of the answer; null, as `body` is, only within the transaction that makes it."""
+    body: Mapped[str | None]
+    """The answer as it was sent, byte for byte."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now(), index=True)
 
 

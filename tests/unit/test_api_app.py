@@ -208,7 +208,7 @@ class TestLoop:
     ) -> None:
         inline: list[bool] = []
 
-        def resolve(body: dict[str, Any], model: ServedModel) -> None:
+        def resolve(body: dict[str, Any], model: ServedModel, *, cancel_after: str | None) -> None:
             try:
                 asyncio.get_running_loop()
             except RuntimeError:
@@ -406,7 +406,10 @@ def test_the_description_lists_every_route(client: TestClient) -> None:
         "/v1/capabilities",
         "/v1/videos",
         "/v1/videos/{video_id}",
+        "/v1/videos/{video_id}/attempts",
+        "/v1/videos/{video_id}/cancel",
         "/v1/videos/{video_id}/content",
+        "/v1/videos/{video_id}/retry",
     }
     bodies = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
     assert set(bodies) == {"application/json", "multipart/form-data", "application/x-www-form-urlencoded"}

@@ -1,22 +1,35 @@
-"""OpenAI's Videos: create, list, retrieve, delete, content."""
+"""OpenAI's Videos: create, list, retrieve, delete, content; and beside them cancel, retry, attempts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import jobs
+from rushes_core.errors import InvalidRequest, TransitionRefused
 from rushes_core.ids import is_video_id
-from rushes_core.models import Job
-from rushes_core.request import ResolvedRequest, VideoRequest, resolve, shown
-from rushes_core.states import JobState, states_with_status
+from rushes_core.models import Job, JobAttempt
+from rushes_core.request import ResolvedRequest, VideoRequest, parse, printable, resolve, shown
+from rushes_core.states import RETRYABLE_STATES, JobState, states_with_status
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
 from rushes_api.body import JSON, MULTIPART, URLENCODED, parse_body, read_body
 from rushes_api.content import check_finished, check_variant, deliver
-from rushes_api.deps import AppState, CurrentJob, CurrentProject, Session, find_job, no_such_video, query
+from rushes_api.deps import (
+    AppState,
+    CurrentCaller,
+    CurrentJob,
+    CurrentProject,
+    Session,
+    find_job,
+    no_such_video,
+    query,
+)
 from rushes_api.errors import ApiError
+from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.video import CONTENT_TYPE, Video, poll_after_ms, video_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -43,20 +56,66 @@ class VideoDeleted(BaseModel):
     deleted: bool
 
 
-async def _resolved(request: Request, project: CurrentProject, state: AppState) -> ResolvedRequest:
-    body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
-    content_types = request.headers.getlist("content-type")
-    content_encoding = request.headers.get("content-encoding", "")
+class AttemptList(BaseModel):
+    """One page, the oldest first."""
 
-    def check() -> ResolvedRequest:
-        members = parse_body(body, content_types=content_types, content_encoding=content_encoding)
-        return resolve(members, state["model"])
+    object: Literal["list"]
+    data: list[VideoAttempt]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What was asked for, and what that means now: the answer to a repeated request may be older than its faults."""
+
+    fingerprint: str
+    resolved: ResolvedRequest | InvalidRequest
+
+
+async def _wanted(request: Request, project: CurrentProject, key: SentKey, state: AppState) -> _Wanted:
+    cancel_after = _cancel_after(request)
+    body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
+
+    def check() -> _Wanted:
+        members = _members(request, body)
+        seen = "" if key is None else fingerprint(parse(members), cancel_after=cancel_after)
+        try:
+            return _Wanted(seen, resolve(members, state["model"], cancel_after=cancel_after))
+        except InvalidRequest as error:
+            if key is None:
+                raise
+            return _Wanted(seen, error)
 
     return check() if len(body) <= INLINE_BYTES else await to_thread.run_sync(check)
 
 
+async def _no_members(request: Request, project: CurrentProject, state: AppState) -> None:
+    body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
+    name = next(iter(_members(request, body)), None) if body else None
+    if name is not None:
+        raise ApiError(f"unknown parameter: {printable(name)}", param=printable(name), code="unknown_parameter")
+
+
+def _members(request: Request, body: bytes) -> dict[str, Any]:
+    return parse_body(
+        body,
+        content_types=request.headers.getlist("content-type"),
+        content_encoding=request.headers.get("content-encoding", ""),
+    )
+
+
+def _cancel_after(request: Request) -> str | None:
+    values = request.headers.getlist("cancel-after")
+    if len(values) > 1:
+        raise ApiError("Cancel-After is given twice", param="Cancel-After", code="duplicate_parameter")
+    return values[0] if values else None
+
+
 NoQuery = Annotated[Mapping[str, str], Depends(query())]
-Resolved = Annotated[ResolvedRequest, Depends(_resolved)]
+Wanted = Annotated[_Wanted, Depends(_wanted)]
+NO_BODY = Depends(_no_members)
 
 _REQUEST_BODY: dict[str, Any] = {
     "requestBody": {
@@ -68,15 +127,94 @@ _REQUEST_BODY: dict[str, Any] = {
 }
 
 
-@router.post("", openapi_extra=_REQUEST_BODY)
+@router.post("", response_model=Video, openapi_extra=_REQUEST_BODY)
 async def create_video(
-    project: CurrentProject, parameters: NoQuery, wanted: Resolved, state: AppState, session: Session
-) -> Video:
+    request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, wanted: Wanted, state: AppState
+) -> Response:
     """Accept a job. It is committed before this is answered."""
     model, max_attempts = state["model"], state["settings"].max_attempts
-    values = wanted.job_values(model, project=project, max_attempts=max_attempts)
-    job = (await session.execute(jobs.create(**values))).scalar_one()
-    return video_of(job, model)
+    values: dict[str, Any] = {}
+    if isinstance(wanted.resolved, ResolvedRequest):
+        # the id is drawn once: an insert that is repeated finds the row of the first
+        values = wanted.resolved.job_values(model, project=caller.project, max_attempts=max_attempts)
+
+    async def accept(session: AsyncSession) -> Video:
+        if isinstance(wanted.resolved, InvalidRequest):
+            raise wanted.resolved
+        job = (await session.execute(jobs.create(**values))).scalar_one_or_none()
+        return video_of(job or await session.get_one(Job, values["id"]), model)
+
+    call = Call(caller, "POST /v1/videos", key, wanted.fingerprint)
+    return await take_effect(call, accept, request=request, sessions=state["sessions"])
+
+
+@router.post("/{video_id}/cancel", response_model=Video, dependencies=[NO_BODY])
+async def cancel_video(
+    video_id: str, request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, state: AppState
+) -> Response:
+    """Cancel a waiting job at once; a running one is asked to stop and goes on as it is until it has."""
+
+    async def cancel(session: AsyncSession) -> Video:
+        job = (await session.execute(jobs.cancel(video_id, project=caller.project))).scalar_one_or_none()
+        if job is None:
+            raise no_such_video(video_id)
+        if job.state.is_final and job.state is not JobState.CANCELLED:
+            raise TransitionRefused(f"{job.id} is {job.state.public_status}: it cannot be cancelled any more")
+        return video_of(job, state["model"])
+
+    call = Call(caller, f"POST /v1/videos/{_well_formed(video_id)}/cancel", key, fingerprint())
+    return await take_effect(call, cancel, request=request, sessions=state["sessions"])
+
+
+@router.post("/{video_id}/retry", response_model=Video, dependencies=[NO_BODY])
+async def retry_video(
+    video_id: str, request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, state: AppState
+) -> Response:
+    """Queue a job again that failed, was cancelled or expired: the same id, a new generation, from the start."""
+    generation: int | None = None
+
+    async def retry(session: AsyncSession) -> Video:
+        nonlocal generation
+        if generation is not None:
+            found = await find_job(video_id, project=caller.project, session=session)
+            if found.generation >= generation:
+                return video_of(found, state["model"])
+        statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
+        job = (await session.execute(statement)).scalar_one_or_none()
+        if job is None:
+            found = await find_job(video_id, project=caller.project, session=session)
+            words = ", ".join(one.public_status for one in RETRYABLE_STATES)
+            raise TransitionRefused(f"{found.id} is {found.state.public_status}; what can be retried is {words}")
+        generation = job.generation
+        return video_of(job, state["model"])
+
+    call = Call(caller, f"POST /v1/videos/{_well_formed(video_id)}/retry", key, fingerprint())
+    return await take_effect(call, retry, request=request, sessions=state["sessions"])
+
+
+@router.get("/{video_id}/attempts")
+async def list_attempts(
+    job: CurrentJob,
+    parameters: Annotated[Mapping[str, str], Depends(query("after", "limit"))],
+    session: Session,
+) -> AttemptList:
+    """Every time that a replica took the job, of all its generations."""
+    limit = _limit(parameters.get("limit"))
+    statement = jobs.attempts(job.id)
+    if "after" in parameters:
+        fence = fence_of(parameters["after"])
+        if fence is None:
+            raise ApiError(f"after must be the id of an attempt, got {shown(parameters['after'])}", param="after")
+        statement = statement.where(JobAttempt.fence > fence)
+    rows = (await session.execute(statement.limit(limit + 1))).scalars().all()
+    data = [attempt_of(row) for row in rows[:limit]]
+    return AttemptList(
+        object="list",
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(rows) > limit,
+    )
 
 
 @router.get("")
@@ -119,10 +257,8 @@ async def get_video(
 @router.delete("/{video_id}")
 async def delete_video(video_id: str, project: CurrentProject, parameters: NoQuery, session: Session) -> VideoDeleted:
     """Hide a job for good; one that waits or runs is cancelled. Its objects are removed afterwards."""
-    deleted = None
-    if is_video_id(video_id):
-        deleted = (await session.execute(jobs.delete_job(video_id, project=project))).scalar_one_or_none()
-    if deleted is None:
+    statement = jobs.delete_job(_well_formed(video_id), project=project)
+    if (await session.execute(statement)).scalar_one_or_none() is None:
         raise no_such_video(video_id)
     return VideoDeleted(id=video_id, object="video.deleted", deleted=True)
 
@@ -158,6 +294,12 @@ async def _num_ahead(job: Job, session: AsyncSession) -> int | None:
     if job.state is not JobState.QUEUED:
         return None
     return (await session.execute(jobs.num_ahead(job))).scalar_one()
+
+
+def _well_formed(video_id: str) -> str:
+    if not is_video_id(video_id):
+        raise no_such_video(video_id)
+    return video_id
 
 
 def _limit(text: str | None) -> int:

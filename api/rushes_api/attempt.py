@@ -1,0 +1,64 @@
+"""One attempt at a job, as its client sees it."""
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel
+from rushes_core.models import JobAttempt
+from rushes_core.states import JobState
+
+from rushes_api.video import VideoError, error_of, unix_or_none
+
+_ID = re.compile(r"attempt_([0-9]{1,18})", re.ASCII)
+
+AttemptStatus = Literal["in_progress", "requeued", "completed", "failed", "cancelled", "expired"]
+
+
+class VideoAttempt(BaseModel):
+    """A replica's hold of a job, from the claim to its end. Times are Unix seconds."""
+
+    id: str
+    object: Literal["video.attempt"]
+    generation: int
+    attempt: int
+    """Counts within the generation. One that was given back without a fault does not count: the next has its number."""
+    worker: str
+    status: AttemptStatus
+    """`requeued`: given back, or lost, and the job waits for another attempt."""
+    crashed: bool
+    claimed_at: int
+    started_at: int | None
+    finished_at: int | None
+    error: VideoError | None
+
+
+_STATUS: dict[str | None, AttemptStatus] = {
+    None: "in_progress",
+    JobState.QUEUED: "requeued",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "cancelled",
+    JobState.EXPIRED: "expired",
+}
+
+
+def attempt_of(row: JobAttempt) -> VideoAttempt:
+    return VideoAttempt(
+        id=f"attempt_{row.fence}",
+        object="video.attempt",
+        generation=row.generation,
+        attempt=row.attempt,
+        worker=row.lease_owner.partition("#")[0],
+        status=_STATUS[row.outcome],
+        crashed=row.crashed,
+        claimed_at=int(row.claimed_at.timestamp()),
+        started_at=unix_or_none(row.started_at),
+        finished_at=unix_or_none(row.finished_at),
+        error=error_of(row.error),
+    )
+
+
+def fence_of(attempt_id: str) -> int | None:
+    """The fence in an attempt's id; None for what is no such id."""
+    found = _ID.fullmatch(attempt_id)
+    return None if found is None else int(found[1])
