@@ -25,6 +25,9 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from rushes_kernels.block_sparse_attention import block_sparse_attention
+from rushes_kernels.providers import Provider, choose_provider
+
 VIDEO_BOX = (4, 4, 4)
 """Frames, rows and columns of a video tile that the released students were trained with (64 rows)."""
 
@@ -156,9 +159,16 @@ def video_sparse_attention_ref(
 
 
 def video_sparse_attention(
-    q_SHD: Tensor, k_SHD: Tensor, v_SHD: Tensor, gate_SHD: Tensor | None, tiles: TileMap, *, sparsity: float
+    q_SHD: Tensor,
+    k_SHD: Tensor,
+    v_SHD: Tensor,
+    gate_SHD: Tensor | None,
+    tiles: TileMap,
+    *,
+    sparsity: float,
+    provider: Provider | None = None,
 ) -> Tensor:
-    """VSA-H3 over one packed sequence, in bounded memory: query tiles are taken in chunks.
+    """VSA-H3 over one packed sequence, in bounded memory: neither scores of rows nor all gathered keys are ever held.
 
     Args:
         q_SHD, k_SHD: (S, H, D) bf16, fp16 or fp32, normalised and rotated, rows in packed order.
@@ -167,6 +177,7 @@ def video_sparse_attention(
             which equals a gate of zeros.
         tiles: the map of these S rows, on their device.
         sparsity: share of video tiles that a video tile does not attend to, in [0, 1).
+        provider: what computes the fine branch; None takes what `choose_provider` says of these inputs.
 
     Returns:
         (S, H, D), the dtype of `q_SHD`. Pooling, scores and the coarse branch are fp32; fine and coarse are added in
@@ -182,12 +193,18 @@ def video_sparse_attention(
     if q_SHD.shape[0] != tiles.num_rows:
         raise ValueError(f"the tile map is for {tiles.num_rows} rows, got {q_SHD.shape[0]}")
 
+    if provider is None:
+        provider = choose_provider(q_SHD.device, dtype=q_SHD.dtype, head_dim=q_SHD.shape[-1], tile_rows=tiles.tile_rows)
+
+    k = num_selected_tiles(sparsity, tiles.num_video_tiles)
+    if provider is not Provider.TORCH:
+        return _by_kernels(q_SHD, k_SHD, v_SHD, gate_SHD, tiles, k, provider)
+
     q_HSD, k_HSD, v_HSD = (x.transpose(0, 1).contiguous() for x in (q_SHD, k_SHD, v_SHD))
     q_HnBD, k_HnBD, v_HnBD = (x[:, tiles.rows_nB] for x in (q_HSD, k_HSD, v_HSD))
     scores_Hnn = _pool(q_HnBD, tiles) @ _pool(k_HnBD, tiles).transpose(1, 2) * q_SHD.shape[-1] ** -0.5
 
     P, p = tiles.num_prefix_tiles, tiles.num_prefix_rows
-    k = num_selected_tiles(sparsity, tiles.num_video_tiles)
     selected_HVk = select_tiles(scores_Hnn[:, P:, P:], k)
     video_HVBD = _attend_selected(q_HnBD[:, P:], k_HnBD, v_HnBD, selected_HVk, tiles)
     out_HSD = video_HVBD.flatten(1, 2)[:, tiles.places_S[p:] - P * tiles.tile_rows]
@@ -200,6 +217,37 @@ def video_sparse_attention(
         gated_HSD = coarse_HnD[:, tiles.tiles_S].mul_(gate_SHD.transpose(0, 1))
         out_HSD = gated_HSD.add_(out_HSD).to(q_SHD.dtype)
     return out_HSD.transpose(0, 1).contiguous()
+
+
+def _by_kernels(
+    q_SHD: Tensor,
+    k_SHD: Tensor,
+    v_SHD: Tensor,
+    gate_SHD: Tensor | None,
+    tiles: TileMap,
+    k: int,
+    provider: Provider,
+) -> Tensor:
+    """The public op where block-sparse attention has a kernel."""
+    from rushes_kernels.tile_kernels import choose_tiles, pack_tiles, unpack_tiles
+
+    (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = (
+        pack_tiles(x, tiles.rows_nB, tiles.sizes_n) for x in (q_SHD, k_SHD, v_SHD)
+    )
+    scores_Hnn = q_HnD @ k_HnD.transpose(1, 2) * q_SHD.shape[-1] ** -0.5
+    lists_HVk = choose_tiles(scores_Hnn, tiles.num_prefix_tiles, k)
+    fine_HnBD = block_sparse_attention(
+        q_HnBD,
+        k_HnBD,
+        v_HnBD,
+        lists_HVk,
+        torch.full_like(lists_HVk[..., 0], k),
+        tiles.sizes_n.int(),
+        num_prefix_tiles=tiles.num_prefix_tiles,
+        provider=provider,
+    )
+    coarse_HnD = None if gate_SHD is None else scores_Hnn.softmax(-1) @ v_HnD
+    return unpack_tiles(fine_HnBD, coarse_HnD, gate_SHD, tiles.rows_nB, tiles.sizes_n, tiles.num_rows)
 
 
 def select_tiles(scores: Tensor, k: int) -> Tensor:

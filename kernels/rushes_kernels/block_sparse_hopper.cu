@@ -1,0 +1,516 @@
+// Block-sparse attention for sm_90a, compiled by NVRTC. Two kernels: `merge_lists` turns the key tiles of GROUP query
+// tiles into one shared list, `attend` streams those tiles through shared memory past one warpgroup a query tile.
+//
+// A tile is ROWS x DIM bf16. One producer warp loads key and value tiles into a ring of STAGES slots by TMA. Each of
+// GROUP consumer warpgroups holds its query tile as A fragments and its output in registers and computes, a tile at a
+// time, scores = q k^T, a softmax step against a lazily moved reference, and out += p v. The three chains are
+// independent, so that one's softmax runs under another's matrix products.
+//
+// The position of an entry in the stream of all entries that a block ever loads is its place. Place i uses slot
+// i % STAGES and arrival barrier i % BARRIERS. Why there are more barriers than slots: a warpgroup that skips tiles
+// of its neighbours does not see every use of a barrier, and a parity alone cannot tell a use from the one two before.
+// A warpgroup never steps further than MAX_STEP = BARRIERS - STAGES (the list has entries that it only touches).
+// Waiting for place X after place P, with X - P <= MAX_STEP: P was loaded only after P - STAGES >= X - BARRIERS, the
+// barrier's previous use, had been given back by all, so that use is over and parity tells it from X.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+constexpr int ROWS = 64, DIM = 128, GROUP = 3, STAGES = 6, BARRIERS = 32, MAX_STEP = BARRIERS - STAGES;
+constexpr int TILE_BYTES = ROWS * DIM * 2, SLOT_BYTES = 2 * TILE_BYTES;
+constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
+constexpr int MAX_TILES = 4096, MERGE_THREADS = 256;
+constexpr int NUM_CLASSES = (1 << GROUP) - 1;
+// entries: shared list `tile | users << 16`; own list `step | (valid - 1) << 16 | TOUCH`
+constexpr int TOUCH = 1 << 24;
+constexpr int TERMINATORS = 2;
+
+// How the merged lists lie in memory. List 0 serves all groups of prefix query tiles, list 1 + head * video_groups + i
+// the i-th group of the video query tiles of a head.
+struct Plan {
+    int *shared, *own, *lengths;  // lengths: (lists, 1 + GROUP), of the shared list and of each own list
+    int num_tiles, num_prefix_tiles, prefix_groups, video_groups, shared_stride, own_stride;
+
+    __device__ int groups() const { return prefix_groups + video_groups; }
+    __device__ int list(int unit) const {
+        int group = unit % groups(), head = unit / groups();
+        return group < prefix_groups ? 0 : 1 + head * video_groups + group - prefix_groups;
+    }
+    __device__ int first_tile(int unit) const {
+        int group = unit % groups();
+        return group < prefix_groups ? group * GROUP : num_prefix_tiles + (group - prefix_groups) * GROUP;
+    }
+    __device__ int end_tile(int unit) const { return unit % groups() < prefix_groups ? num_prefix_tiles : num_tiles; }
+    // the list of the prefix is as long as can be, all others have the strides
+    __device__ int* shared_list(int list) const {
+        return list ? shared + num_tiles + (i64)(list - 1) * shared_stride : shared;
+    }
+    __device__ int* own_list(int list, int user) const {
+        int first = num_tiles + TERMINATORS;
+        return list ? own + (i64)GROUP * first + ((i64)(list - 1) * GROUP + user) * own_stride
+                    : own + user * first;
+    }
+};
+
+// ---- instructions
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_if(u32 barrier, bool condition) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared.b64 _, [%0]; }" ::"r"(barrier),
+                 "r"((int)condition)
+                 : "memory");
+}
+// With the time hint the waiting warp sleeps; without it, it takes issue slots from the others.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1, 0x989680;\n"
+        "@p bra done;\n"
+        "bra again;\n"
+        "done: }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// One tile: 64 rows of 2 panels of 64 columns, each panel in rows of 128 bytes with the 128-byte swizzle.
+__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(target),
+        "l"(map), "r"(0), "r"(row), "r"(0), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// The compiler must neither move nor copy accumulators while products are in flight.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart. Keys are K-major; values MN-major, their two
+// panels 8192 bytes apart. `low` is an address >> 4, to which constants are added.
+constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, KEYS_LOW = 1u << 16, VALUES_LOW = 512u << 16;
+constexpr u32 PANEL = 512, KEYS_STEP = 2, VALUES_STEP = 128, VALUES_OFFSET = TILE_BYTES >> 4;
+__device__ __forceinline__ u64 descriptor(u32 low) {
+    u64 packed;
+    asm volatile("mov.b64 %0, {%1, %2};" : "=l"(packed) : "r"(low), "r"(DESCRIPTOR_HIGH));
+    return packed;
+}
+
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define A4(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define P16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define P16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define P16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define P16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d = a b^T (+ d): 16 of the 128 channels of 32 or 64 keys
+__device__ __forceinline__ void score(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" P16_0 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+        : F16(d, 0)
+        : A4(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void score(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" P16_0 ", " P16_1
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : F16(d, 0), F16(d, 16)
+        : A4(a), "l"(b), "r"(add));
+}
+// d += a b: 16 keys, all 128 channels
+__device__ __forceinline__ void accumulate(float (&d)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" P16_0 ", " P16_1 ", " P16_2 ", " P16_3
+        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+        : A4(a), "l"(b));
+}
+
+// ---- attention
+
+struct Ring {
+    u32 slots, full, empty;
+    __device__ u32 slot(u32 place) const { return slots + place % STAGES * SLOT_BYTES; }
+    __device__ u32 full_of(u32 place) const { return full + 8 * (place % BARRIERS); }
+    __device__ u32 empty_of(u32 place) const { return empty + 8 * (place % STAGES); }
+};
+
+// A warpgroup's walk along its own list. Entries are fetched two ahead, and slot and barriers of the next entry are
+// worked out while products run.
+struct Walk {
+    const Ring& ring;
+    const int* list;
+    u32 place;
+    int entry, following;
+    u32 low, full, empty, parity;
+
+    __device__ __forceinline__ Walk(const Ring& ring) : ring(ring), place(~0u) {}
+    __device__ __forceinline__ void begin(const int* own) {
+        list = own + TERMINATORS;
+        entry = own[0];
+        following = own[1];
+        locate();
+    }
+    __device__ __forceinline__ void advance() {
+        entry = following;
+        following = *list++;
+        locate();
+    }
+    __device__ __forceinline__ void locate() {
+        place += entry & 0xffff;
+        parity = place / BARRIERS & 1;
+        full = ring.full_of(place);
+        empty = ring.empty_of(place);
+        // warp-uniform, so that descriptors stay in uniform registers
+        low = __shfl_sync(~0u, (ring.slot(place) & 0x3ffff) >> 4, 0);
+    }
+};
+
+// What a thread holds of its warpgroup's query tile: of rows lane / 4 and lane / 4 + 8 of the warp's 16, the output
+// columns 8 i + lane % 4 * 2 and the next, the reference of the softmax and this thread's part of its sum.
+struct Rows {
+    u32 q[DIM / 16][4];
+    float out[64], reference[2], sum[2];
+};
+
+// Finite, so that a difference of two of them is 0 and not NaN.
+constexpr float LOWEST = -1e30f;
+// References move only when a row has outgrown its own by 2^10: the same reference divides out again, exactly.
+constexpr float MAX_GROWTH = 10.f;
+
+template <int KEYS>
+__device__ __forceinline__ void attend_tile(Rows& rows, Walk& walk, float log2_scale, int lane) {
+    const u32 low = walk.low;
+    const int valid = (walk.entry >> 16 & 63) + 1;
+    float s[KEYS / 2];
+    pin(s);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++)
+        score(s, rows.q[k], descriptor((low | KEYS_LOW) + k / 4 * PANEL + k % 4 * KEYS_STEP), k > 0);
+    wgmma_commit();
+    walk.advance();
+    wgmma_wait();
+    pin(s);
+
+    if (valid < KEYS) {
+        const int column = lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++) {
+            if (8 * i + column >= valid) s[4 * i] = s[4 * i + 2] = LOWEST;
+            if (8 * i + column + 1 >= valid) s[4 * i + 1] = s[4 * i + 3] = LOWEST;
+        }
+    }
+    float high[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
+#pragma unroll
+    for (int i = 1; i < KEYS / 8; i++) {
+        high[0] = fmaxf(high[0], fmaxf(s[4 * i], s[4 * i + 1]));
+        high[1] = fmaxf(high[1], fmaxf(s[4 * i + 2], s[4 * i + 3]));
+    }
+    // the branch also keeps the compiler from sinking the exponentials below the next wait
+    float growth = fmaxf(high[0] - rows.reference[0], high[1] - rows.reference[1]) * log2_scale;
+    if (__any_sync(~0u, growth > MAX_GROWTH)) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2));
+            const float reference = fmaxf(rows.reference[r], high[r]);
+            factor[r] = exp2_fast((rows.reference[r] - reference) * log2_scale);
+            rows.reference[r] = reference;
+            rows.sum[r] *= factor[r];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; i++) rows.out[i] *= factor[i / 2 % 2];
+    }
+
+    const float shift[2] = {-rows.reference[0] * log2_scale, -rows.reference[1] * log2_scale};
+    float sum[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+        s[i] = exp2_fast(fmaf(s[i], log2_scale, shift[i / 2 % 2]));
+        sum[i / 2 % 2] += s[i];
+    }
+    rows.sum[0] += sum[0];
+    rows.sum[1] += sum[1];
+    u32 p[KEYS / 16][4];
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) p[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
+
+    pin(rows.out);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++)
+        accumulate(rows.out, p[k], descriptor((low + VALUES_OFFSET | VALUES_LOW) + k * VALUES_STEP));
+    wgmma_commit();
+    wgmma_wait();
+    pin(rows.out);
+}
+
+__device__ __forceinline__ void produce(const Ring& ring, const TensorMap* keys, const TensorMap* values,
+                                        const int* units, int max_units, const Plan& plan, int lane) {
+    u32 slot = 0, parity = 1, place = 0;
+#pragma unroll 1
+    for (int u = 0; u < max_units && units[u] >= 0; u++) {
+        const int list = plan.list(units[u]), length = plan.lengths[list * (1 + GROUP)];
+        const int first_row = units[u] / plan.groups() * plan.num_tiles * ROWS;
+        const int* entries = plan.shared_list(list);
+        int next = lane < length ? entries[lane] : 0;
+#pragma unroll 1
+        for (int base = 0; base < length; base += 32) {
+            const int current = next, count = min(32, length - base);
+            next = base + 32 + lane < length ? entries[base + 32 + lane] : 0;
+#pragma unroll 1
+            for (int i = 0; i < count; i++) {
+                const int entry = __shfl_sync(~0u, current, i);
+                if (lane == 0) {
+                    const u32 empty = ring.empty + 8 * slot, full = ring.full_of(place);
+                    const u32 target = ring.slots + slot * SLOT_BYTES;
+                    barrier_wait(empty, parity);
+                    barrier_expect(full, SLOT_BYTES);
+                    const int row = first_row + (entry & 0xffff) * ROWS;
+                    load_tile(target, keys, row, full);
+                    load_tile(target + TILE_BYTES, values, row, full);
+                    const int absent = GROUP - __popc(entry >> 16);
+                    if (absent) barrier_arrive(empty, 4 * absent);
+                }
+                place++;
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u32* outputs, float log2_scale,
+                                        const int* units, int max_units, const Plan& plan, int user, int lane) {
+    Walk walk(ring);
+    Rows rows;
+    // in words of two channels, within a tile
+    const int at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * (DIM / 2) + lane % 4;
+#pragma unroll 1
+    for (int u = 0; u < max_units && units[u] >= 0; u++) {
+        const int list = plan.list(units[u]), head = units[u] / plan.groups();
+        const int tile = plan.first_tile(units[u]) + user;
+        const bool present = tile < plan.end_tile(units[u]);
+        const i64 offset = ((i64)head * plan.num_tiles + (present ? tile : 0)) * (ROWS * DIM / 2) + at;
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            rows.q[k][0] = queries[offset + k * 8];
+            rows.q[k][1] = queries[offset + k * 8 + 8 * DIM / 2];
+            rows.q[k][2] = queries[offset + k * 8 + 4];
+            rows.q[k][3] = queries[offset + k * 8 + 4 + 8 * DIM / 2];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; i++) rows.out[i] = 0;
+        rows.reference[0] = rows.reference[1] = LOWEST;
+        rows.sum[0] = rows.sum[1] = 0;
+
+        const int length = plan.lengths[list * (1 + GROUP) + 1 + user];
+        walk.begin(plan.own_list(list, user));
+#pragma unroll 1
+        for (int j = 0; j < length; j++) {
+            const u32 empty = walk.empty;
+            barrier_wait(walk.full, walk.parity);
+            if (walk.entry & TOUCH) {
+                barrier_arrive_if(empty, lane == 0);
+                walk.advance();
+                continue;
+            }
+            if ((walk.entry >> 16 & 63) < 32)
+                attend_tile<32>(rows, walk, log2_scale, lane);
+            else
+                attend_tile<64>(rows, walk, log2_scale, lane);
+            barrier_arrive_if(empty, lane == 0);
+        }
+
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = rows.sum[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            inverse[r] = sum == 0 ? 0 : 1 / sum;
+        }
+        if (present) {
+            u32* out = outputs + offset;
+#pragma unroll
+            for (int i = 0; i < DIM / 8; i++) {
+                out[i * 4] = pack_bf16(rows.out[4 * i] * inverse[0], rows.out[4 * i + 1] * inverse[0]);
+                out[i * 4 + 8 * DIM / 2] = pack_bf16(rows.out[4 * i + 2] * inverse[1], rows.out[4 * i + 3] * inverse[1]);
+            }
+        }
+    }
+}
+
+// q, out: (heads, tiles, ROWS, DIM) bf16. units: (blocks, max_units), the (head, group) pairs of each block, -1 ends.
+extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
+    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* queries,
+           u32* outputs, const int* units, int max_units, float log2_scale, const __grid_constant__ Plan plan) {
+    extern __shared__ char memory[];
+    Ring ring;
+    // opaque to the compiler, which otherwise works the base out anew at every use
+    asm volatile("mov.b32 %0, %1;" : "=r"(ring.slots) : "r"((u32)__cvta_generic_to_shared(memory) + 1023 & ~1023u));
+    ring.full = ring.slots + STAGES * SLOT_BYTES;
+    ring.empty = ring.full + 8 * BARRIERS;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < BARRIERS; i++) barrier_init(ring.full + 8 * i, 1);
+        for (int i = 0; i < STAGES; i++) barrier_init(ring.empty + 8 * i, 4 * GROUP);
+        asm volatile("fence.mbarrier_init.release.cluster;");
+    }
+    __syncthreads();
+    units += blockIdx.x * max_units;
+    if (warpgroup == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x < 32) produce(ring, &keys, &values, units, max_units, plan, lane);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        consume(ring, queries, outputs, log2_scale, units, max_units, plan, warpgroup - 1, lane);
+    }
+}
+
+// ---- lists
+
+// selected: (heads, video query tiles, max_selected) key tiles, of which the first counts[...] count; sizes: valid rows
+// of every tile. One block a list. Entries out of range are dropped and doubled ones taken once.
+//
+// Order of a shared list: tiles fall into classes by the subset of query tiles that use them. Every class is in
+// ascending order and spread evenly over the list, so that the warpgroups advance alike and all blocks sweep the keys
+// of a head in step: the i-th of m elements of a class stands at (i + 1/2) / m, of equal ones the lower class first.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+    merge_lists(const int* selected, const int* counts, const int* sizes, int max_selected,
+                const __grid_constant__ Plan plan) {
+    // merged: tile | users << 16 | (valid - 1) << 24
+    __shared__ int users[MAX_TILES], merged[MAX_TILES];
+    __shared__ u64 warp_totals[2][MERGE_THREADS / 32], reciprocals[1 + NUM_CLASSES];
+    const int list = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32, n = plan.num_tiles;
+    const int head = (list - 1) / max(plan.video_groups, 1), group = (list - 1) % max(plan.video_groups, 1);
+    const int first = group * GROUP, video = n - plan.num_prefix_tiles;
+    const int present = list ? min(GROUP, video - first) : GROUP, everybody = (1 << present) - 1;
+
+    for (int i = thread; i < n; i += MERGE_THREADS) users[i] = !list || i < plan.num_prefix_tiles ? everybody : 0;
+    __syncthreads();
+    for (int user = 0; list && user < present; user++) {
+        const i64 query = (i64)head * video + first + user;
+        const int count = min(counts[query], max_selected);
+        for (int i = thread; i < count; i += MERGE_THREADS) {
+            const int tile = selected[query * max_selected + i];
+            if (0 <= tile && tile < n) atomicOr(&users[tile], 1 << user);
+        }
+    }
+    __syncthreads();
+
+    // how many tiles of each class come before this thread's share of them: counters of 16 bits, 4 in a word
+    const int share = (n + MERGE_THREADS - 1) / MERGE_THREADS, begin = thread * share, end = min(n, begin + share);
+    u64 own[2] = {0, 0}, before[2], total[2] = {0, 0};
+    for (int i = begin; i < end; i++) {
+        const u64 one = users[i] ? 1ull << (users[i] - 1) % 4 * 16 : 0;
+        own[0] += users[i] <= 4 ? one : 0;
+        own[1] += users[i] > 4 ? one : 0;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u64 sum = own[half];
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const u64 other = __shfl_up_sync(~0u, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        if (lane == 31) warp_totals[half][warp] = sum;
+        before[half] = sum - own[half];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < MERGE_THREADS / 32; i++) {
+            if (i < warp) before[half] += warp_totals[half][i];
+            total[half] += warp_totals[half][i];
+        }
+    int size[1 + NUM_CLASSES], length = 0;
+    size[0] = 0;
+#pragma unroll
+    for (int c = 1; c <= NUM_CLASSES; c++) length += size[c] = (int)(total[(c - 1) / 4] >> (c - 1) % 4 * 16 & 0xffff);
+    // x / d = x * ceil(2^38 / d) >> 38 for x < 2^26 and d <= 2^12
+    if (1 <= thread && thread <= NUM_CLASSES) {
+        const u32 mine = (thread <= 4 ? total[0] : total[1]) >> (thread - 1) % 4 * 16 & 0xffff;
+        reciprocals[thread] = mine ? ((1ull << 38) + mine - 1) / mine : 0;
+    }
+    __syncthreads();
+
+    for (int i = begin; i < end; i++) {
+        const int mine = users[i];
+        if (!mine) continue;
+        const int shift = (mine - 1) % 4 * 16, rank = (int)((mine <= 4 ? before[0] : before[1]) >> shift & 0xffff);
+        before[0] += mine <= 4 ? 1ull << shift : 0;
+        before[1] += mine > 4 ? 1ull << shift : 0;
+        const u64 reciprocal = reciprocals[mine];
+        int position = rank;
+#pragma unroll
+        for (int c = 1; c <= NUM_CLASSES; c++) {
+            if (c == mine || !size[c]) continue;
+            // elements of class c at (j + 1/2) / size[c] before (rank + 1/2) / size[mine]
+            const int scaled = (2 * rank + 1) * size[c] - (c < mine ? 0 : 1);
+            position += min(size[c], ((int)(scaled * reciprocal >> 38) + 1) / 2);
+        }
+        merged[position] = i | mine << 16 | (sizes[i] - 1 & 63) << 24;
+    }
+    __syncthreads();
+
+    if (warp < GROUP) {
+        int* target = plan.own_list(list, warp);
+        int written = 0, last_used = -1, last = -1;
+        for (int base = 0; base < length; base += 32) {
+            const int at = base + lane, entry = at < length ? merged[at] : 0;
+            const u32 earlier = (1u << lane) - 1;
+            const bool used = entry >> 16 >> warp & 1;
+            const u32 all_used = __ballot_sync(~0u, used), used_before = all_used & earlier;
+            const int since = at - (used_before ? base + 31 - __clz(used_before) : last_used);
+            const bool touched = !used && at < length && (since % MAX_STEP == 0 || at == length - 1);
+            const u32 all_seen = __ballot_sync(~0u, used || touched), seen_before = all_seen & earlier;
+            if (used || touched) {
+                const int step = at - (seen_before ? base + 31 - __clz(seen_before) : last);
+                target[written + __popc(seen_before)] = step | (entry >> 24 & 63) << 16 | (touched ? TOUCH : 0);
+                if (touched) atomicOr(&merged[at], 1 << 16 + warp);
+            }
+            written += __popc(all_seen);
+            if (all_used) last_used = base + 31 - __clz(all_used);
+            if (all_seen) last = base + 31 - __clz(all_seen);
+        }
+        if (lane < TERMINATORS) target[written + lane] = 0;
+        if (lane == 0) plan.lengths[list * (1 + GROUP) + 1 + warp] = written;
+    }
+    __syncthreads();
+    int* target = plan.shared_list(list);
+    for (int i = thread; i < length; i += MERGE_THREADS) target[i] = merged[i] & 0x7ffff;
+    if (thread == 0) plan.lengths[list * (1 + GROUP)] = length;
+}

@@ -1,0 +1,230 @@
+"""CUDA C++ without a compiler on the machine: NVRTC from torch's own packages, launches through the driver.
+
+Compiled kernels are kept on disk under a name that covers source, options, architecture, compiler and driver. Processes
+that compile the same kernel at once do so independently and put the same file in place; a damaged file is compiled
+anew; where the directory cannot be written the kernel is used all the same and compiled again by the next process.
+The directory is `rushes/kernels` in the user's cache: below `$XDG_CACHE_HOME`, by default `~/.cache`.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+_MAX_DYNAMIC_SHARED_MEMORY = 8
+
+
+class KernelError(RuntimeError):
+    """The compiler or the driver refused; the message holds what it said."""
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept. A user without a home directory gets one below the working directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "rushes" / "kernels"
+    except RuntimeError:
+        return Path(".cache", "rushes", "kernels")
+
+
+class Module:
+    """The kernels of one source on one device.
+
+    Raises:
+        KernelError: the source does not compile, or NVRTC or the driver cannot be found.
+    """
+
+    def __init__(self, source: Path, device: torch.device, *, directory: Path | None = None) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        # the suffix makes the instructions of this very generation available
+        options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+        self._device = device
+        self._handle = ctypes.c_void_p()
+        self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
+        text = source.read_bytes()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            binary = cached(
+                source.stem,
+                [text, *(option.encode() for option in options), repr(_versions()).encode()],
+                lambda: compile_source(text, source.name, options),
+                directory=cache_directory() if directory is None else directory,
+                accept=self._load,
+            )
+        self.binary_bytes = len(binary)
+
+    def launch(
+        self,
+        name: str,
+        arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
+        *,
+        blocks: int,
+        threads: int,
+        shared_memory: int = 0,
+    ) -> None:
+        """Queue one launch on the device's current stream."""
+        with torch.cuda.device(self._device):
+            function = self._function(name, shared_memory)
+            pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared_memory, stream, pointers, None)
+
+    def _load(self, binary: bytes) -> bool:
+        return _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary)) == 0
+
+    def _function(self, name: str, shared_memory: int) -> ctypes.c_void_p:
+        key = (name, shared_memory)
+        if key not in self._functions:
+            function = ctypes.c_void_p()
+            _call("cuModuleGetFunction", ctypes.byref(function), self._handle, name.encode())
+            if shared_memory:
+                _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_MEMORY, shared_memory)
+            self._functions[key] = function
+        return self._functions[key]
+
+
+class TensorMap(ctypes.Structure):
+    """A view of bf16 tiles of 64 rows x 128 channels, that the copy engine swizzles into shared memory."""
+
+    _align_ = 64
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+    # before Python 3.13, ctypes does not know `_align_`
+    @classmethod
+    def of(cls, x: Tensor) -> "TensorMap":
+        rows = x.numel() // 128
+        storage = (ctypes.c_char * (ctypes.sizeof(cls) + 64))()
+        tensor_map = cls.from_buffer(storage, -ctypes.addressof(storage) % 64)
+        bf16, swizzle_128, promote_256 = 9, 3, 3
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        # two panels of 64 channels: a row of a panel is as long as the swizzle
+        _call(
+            "cuTensorMapEncodeTiled", ctypes.byref(tensor_map), bf16, 3, ctypes.c_void_p(x.data_ptr()),
+            (u64 * 3)(64, rows, 2), (u64 * 2)(256, 128), (u32 * 3)(64, 64, 2), (u32 * 3)(1, 1, 1),
+            0, swizzle_128, promote_256, 0,
+        )  # fmt: skip
+        return tensor_map
+
+
+def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
+    """Machine code of a CUDA C++ source.
+
+    Raises:
+        KernelError: with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), ctypes.c_char_p(text), name.encode(), 0, None, None):
+        raise KernelError(f"NVRTC cannot take {name}")
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
+            raise KernelError(f"NVRTC cannot compile {name}:\n{_output(nvrtc, program, 'ProgramLog').decode()}")
+        return _output(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def cached(
+    name: str,
+    key: Sequence[bytes],
+    make: Callable[[], bytes],
+    *,
+    directory: Path,
+    accept: Callable[[bytes], bool],
+) -> bytes:
+    """What `make` returns, from `directory` if an earlier call with the same key left it there and `accept` takes it.
+
+    Raises:
+        KernelError: `accept` refuses what `make` has just made.
+    """
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key)).hexdigest()
+    path = directory / f"{name}-{digest[:32]}.cubin"
+    with suppress(OSError):
+        stored = path.read_bytes()
+        seal, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() == seal and accept(content):
+            return content
+        log.warning("compiled kernel %s is damaged; compiling it again", path)
+    content = make()
+    if not accept(content):
+        raise KernelError(f"the driver cannot load the compiled kernel {name}")
+    try:
+        _write(path, hashlib.sha256(content).digest() + content)
+    except OSError as error:
+        log.warning("compiled kernel cannot be kept in %s: %s", directory, error.strerror)
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a file in place as a whole."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _output(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    spec = find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
+    found = sorted(path for root in roots for path in root.glob(f"*/lib/{name}"))
+    try:
+        return ctypes.CDLL(str(found[0]) if found else name)
+    except OSError as error:
+        raise KernelError(f"{name}, which compiles kernels and comes with torch, cannot be loaded: {error}") from None
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise KernelError(f"the CUDA driver cannot be loaded: {error}") from None
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call the driver.
+
+    Raises:
+        KernelError: with the driver's name for the error.
+    """
+    if status := getattr(_driver(), name)(*arguments):
+        said = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(said))
+        raise KernelError(f"{name} failed: {(said.value or b'unknown error').decode()}")
+
+
+def _versions() -> tuple[int, int, int]:
+    """Compiler (major, minor) and driver."""
+    major, minor, driver = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    _call("cuDriverGetVersion", ctypes.byref(driver))
+    return major.value, minor.value, driver.value
