@@ -14,7 +14,6 @@ BY_SIZE[SIZE] = Canvas("1:1", 64, 64, 64)
 
 def create_app() -> FastAPI:
     install()
-    created = app.create_app()
     if os.environ.get("FAULT_MUTANT") == COMMIT_AFTER_ANSWER:
-        commit_after_answer(created, seconds=2.0)
-    return created
+        commit_after_answer(seconds=2.0)
+    return app.create_app()

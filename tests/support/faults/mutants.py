@@ -10,8 +10,8 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from rushes_core import jobs, storage
 from rushes_core.dispatcher import Dispatcher
@@ -20,9 +20,6 @@ from rushes_core.states import JobState, sources
 from rushes_worker.ledger import Ledger
 from sqlalchemy import and_
 from sqlalchemy.sql.elements import ColumnElement
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 
 def install() -> None:
@@ -140,29 +137,32 @@ def _start_ignores_cancel() -> None:
     jobs.start = start
 
 
-def commit_after_answer(app: "FastAPI", *, seconds: float) -> None:
+def commit_after_answer(*, seconds: float) -> None:
     """Requests are answered before their transaction is committed, `seconds` later."""
-    from rushes_api import deps
+    from rushes_api import app
 
     late: set[asyncio.Task[None]] = set()
 
-    async def session(request: Any) -> AsyncGenerator[Any]:
-        opened = deps._state(request)["sessions"]()
-        yield opened
+    class LateSessions(app.async_sessionmaker):  # type: ignore[type-arg, name-defined, misc]
+        @asynccontextmanager
+        async def begin(self) -> AsyncGenerator[Any]:  # type: ignore[override]
+            opened = self()
+            try:
+                yield opened
+            except BaseException:
+                await opened.close()
+                raise
 
-        async def commit() -> None:
-            await asyncio.sleep(seconds)
-            await opened.commit()
-            await opened.close()
+            async def commit() -> None:
+                await asyncio.sleep(seconds)
+                await opened.commit()
+                await opened.close()
 
-        task = asyncio.create_task(commit())
-        late.add(task)
-        task.add_done_callback(late.discard)
+            task = asyncio.create_task(commit())
+            late.add(task)
+            task.add_done_callback(late.discard)
 
-    from fastapi import Request
-
-    session.__annotations__["request"] = Request
-    app.dependency_overrides[deps._session] = session
+    app.async_sessionmaker = LateSessions  # type: ignore[misc, assignment]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
