@@ -39,6 +39,8 @@ from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, JobAttempt,
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
 STALE_REPLICA = timedelta(days=1)
+RESTART_GRACE = timedelta(seconds=5)
+"""How long after the database's start holders may still give back leases that ran out while it was down."""
 IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
 MAX_CRASHES = 3
 """Crashes after which a job is quarantined."""
@@ -321,17 +323,28 @@ def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
 
 
 def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
-    """End the attempts whose lease ran out over a second ago, as `retry_or_fail` would. Any number may run at once."""
+    """End the attempts whose lease ran out over a second ago, as `retry_or_fail` would. Any number may run at once.
+
+    A replica that was heard of after its lease had run out could not renew it, but has not crashed. A lease that ran
+    out while the database was down is left to its holder for a few seconds, who may be about to say the same.
+    """
+    up_at = func.pg_postmaster_start_time()
     dead = (
         select(Job.id)
-        .where(_IS_LEASED, Job.lease_until < func.now() - timedelta(seconds=1))
+        .where(
+            _IS_LEASED,
+            Job.lease_until < func.now() - timedelta(seconds=1),
+            or_(Job.lease_until > up_at, func.now() > up_at + RESTART_GRACE),
+        )
         .order_by(Job.lease_until)
         .limit(limit)
         .with_for_update(skip_locked=True)
         .cte("dead")
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
-    return update(Job).where(Job.id == dead.c.id).values(**_after_loss(LEASE_LOST, crashed=True)).returning(Job)
+    was_heard_of = exists().where(Replica.id == Job.lease_owner, Replica.last_seen > Job.lease_until)
+    values = _after_loss(LEASE_LOST, crashed=~was_heard_of)
+    return update(Job).where(Job.id == dead.c.id).values(**values).returning(Job)
 
 
 def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
@@ -608,18 +621,24 @@ _QUEUED, _FAILED, _CANCELLED = (
 _BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
 
 
-def _after_loss(error: dict[str, Any], *, crashed: bool) -> dict[str, Any]:
+def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -> dict[str, Any]:
     # a claimed job was not running: its worker's end says nothing about it
     ran = _is(JobState.RUNNING)
     one_more = case((ran, 1), else_=0)
     spent = Job.attempt >= Job.max_attempts
-    if crashed:
-        crash_count = Job.crash_count + one_more
+    if crashed is False:
+        ended = spent
+        counts = {"error_count": Job.error_count + one_more}
+        count = Job.error_count
+        reasons = [(_IS_CANCELLED, _BY_USER)]
+    else:
+        crash = ran if crashed is True else and_(ran, crashed)
+        crash_count = Job.crash_count + case((crash, 1), else_=0)
         name = func.split_part(Job.lease_owner, "#", 1)
         crashed_on = case(
-            (and_(ran, name != Job.crashed_on.all_()), func.array_append(Job.crashed_on, name)), else_=Job.crashed_on
+            (and_(crash, name != Job.crashed_on.all_()), func.array_append(Job.crashed_on, name)), else_=Job.crashed_on
         )
-        quarantined = and_(ran, or_(crash_count >= MAX_CRASHES, func.cardinality(crashed_on) >= MAX_CRASHED_REPLICAS))
+        quarantined = and_(crash, or_(crash_count >= MAX_CRASHES, func.cardinality(crashed_on) >= MAX_CRASHED_REPLICAS))
         ended = or_(quarantined, and_(ran, spent))
         counts = {"crash_count": crash_count, "crashed_on": crashed_on, "attempt": Job.attempt - 1 + one_more}
         count = Job.crash_count
@@ -627,11 +646,6 @@ def _after_loss(error: dict[str, Any], *, crashed: bool) -> dict[str, Any]:
             "code", WORKER_CRASH["code"], "message", WORKER_CRASH["message"], "stage", Job.phase
         )
         reasons = [(_IS_CANCELLED, _BY_USER), (quarantined, why)]
-    else:
-        ended = spent
-        counts = {"error_count": Job.error_count + one_more}
-        count = Job.error_count
-        reasons = [(_IS_CANCELLED, _BY_USER)]
     return {
         "state": case((_IS_CANCELLED, _CANCELLED), (ended, _FAILED), else_=_QUEUED),
         **counts,

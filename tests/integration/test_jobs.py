@@ -155,6 +155,16 @@ class TestReap:
         rows.run(jobs.reap())
         assert rows.read(job.id).crash_count == 0
 
+    def test_does_not_blame_a_replica_that_was_heard_of_after_its_lease_ran_out(self, rows: JobRows) -> None:
+        job = rows.running(lease_seconds=-2)
+        values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "state": "busy", "epoch": 1}
+        with rows.engine.begin() as connection:
+            connection.execute(jobs.upsert_replica(job.lease_owner or "", **values))
+        rows.run(jobs.reap())
+        requeued = rows.read(job.id)
+        assert (requeued.state, requeued.crash_count, requeued.crashed_on) == (JobState.QUEUED, 0, [])
+        assert requeued.attempt == 1
+
     def test_many_reapers_end_each_attempt_once(self, rows: JobRows, engine: Engine) -> None:
         for _ in range(30):
             rows.running(lease_seconds=-2)
