@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -260,21 +260,35 @@ class Cluster:
         self.workers: list[Worker] = []
         self.parts: list[Process] = []
         self.fault_env = {"FAULT_MUTANT": mutant} if mutant else {}
-        self._settings = settings_of(
-            self.env,
-            checkpoint=tiny_checkpoint(folder),
+        self._checkpoint = tiny_checkpoint(folder)
+        self._settings = self._settings_of(self.env)
+        self._running = ExitStack()
+        self._api_socket: Any = None
+        self._processes: set[int] = set()
+
+    def _settings_of(self, env: dict[str, str]) -> Settings:
+        return settings_of(
+            env,
+            checkpoint=self._checkpoint,
             api_key=API_KEY,
             pipeline="support.faults.pipeline:FaultPipeline",
-            scratch=folder / "scratch",
+            scratch=self.folder / "scratch",
             poll_seconds=0.5,
             lease_seconds=LEASE_SECONDS,
             heartbeat_seconds=0.5,
             stage_timeout_seconds=6,
             start_timeout_seconds=60,
         )
-        self._running = ExitStack()
-        self._api_socket: Any = None
-        self._processes: set[int] = set()
+
+    def move(self, folder: Path) -> None:
+        """Use servers of this run alone, below `folder`, before anything is started."""
+        self.servers = self._running.enter_context(Servers(folder))
+        self.env = self.servers.fresh_env()
+        self._settings = self._settings_of(self.env)
+
+    def keep(self, context: AbstractContextManager[Any]) -> Any:
+        """Enter `context` until the run is over."""
+        return self._running.enter_context(context)
 
     def __enter__(self) -> Self:
         self._running.callback(self.history.close)

@@ -56,8 +56,10 @@ class History:
             default=plain,
         )
         with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
+            # a thread that outlives its scenario has nothing to add
+            if not self._file.closed:
+                self._file.write(line + "\n")
+                self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rushes_core import jobs, storage
-from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import Job
 from rushes_core.states import JobState, sources
 from rushes_worker.ledger import Ledger
@@ -96,7 +95,9 @@ def _ack_lost() -> None:
 
 
 def _no_sweeper() -> None:
-    Dispatcher.sweep = lambda self: None
+    from rushes_core.sweeper import Sweeper
+
+    Sweeper.sweep = lambda self: None
 
 
 def _no_verification() -> None:
