@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from rushes_api.app import create_app
 from rushes_api.boundary import Boundary
 from rushes_api.errors import ApiError, install
+from rushes_api.once import OUTCOME_UNKNOWN
 from rushes_api.routers import videos
 from rushes_core.errors import InvalidRequest
 from rushes_core.served_model import ServedModel
@@ -363,6 +364,16 @@ class TestBoundary:
         assert headers["x-should-retry"] == "true"
         assert json.loads(body["body"])["error"]["code"] == "timeout"
         assert late == ["sent"]
+
+    def test_a_commit_that_hangs_is_not_to_be_repeated(self) -> None:
+        async def commits(scope: Any, receive: Any, send: Any) -> None:
+            scope[OUTCOME_UNKNOWN] = True
+            await asyncio.Event().wait()
+
+        start, body = self.run(commits, answer_within_seconds=0.01)
+        assert start["status"] == 503
+        assert (b"x-should-retry", b"false") in start["headers"]
+        assert json.loads(body["body"])["error"]["code"] == "outcome_unknown"
 
     def test_a_body_that_does_not_come_is_the_clients_fault(self) -> None:
         async def reads(scope: Any, receive: Any, send: Any) -> None:
