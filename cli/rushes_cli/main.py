@@ -104,6 +104,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     worker.set_defaults(run=_worker)
 
     commands.add_parser("dispatcher", help="wake workers and sweep lost leases").set_defaults(run=_dispatcher)
+
+    sweep = commands.add_parser("sweep", help="sweep once, or look for objects that no job points at")
+    sweep.add_argument("--orphans", action="store_true", help="list orphans in the store instead")
+    sweep.add_argument("--delete", action="store_true", help="with --orphans: remove them")
+    sweep.set_defaults(run=_run("rushes_cli.sweep"))
+
     commands.add_parser("migrate", help="bring the database's schema to this release").set_defaults(run=_migrate)
 
     if words[:1] == ["checkpoint"]:

@@ -1,8 +1,7 @@
-"""The dispatcher: wakes workers while work is ready and sweeps up after those that died. Any number may run."""
+"""The dispatcher: wakes workers while work is ready, and runs the sweeper. Any number may run."""
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -10,6 +9,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from redis import RedisError
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rushes_core import jobs
@@ -18,21 +18,25 @@ from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
 from rushes_core.queue import MAX_HINTS, HintQueue
 from rushes_core.settings import Settings
-from rushes_core.storage import ObjectStore, job_prefix
+from rushes_core.sweeper import Sweeper
 
 log = get_logger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How often dead leases, passed deadlines and deleted jobs are looked for."""
+TIDY_SECONDS = 60.0
+"""How often retention and other leftovers are looked for."""
+ORPHAN_SECONDS = 3_600.0
+"""How often the whole store is listed for orphans."""
+_STOP_SECONDS = 5.0
 
 
 class Dispatcher:
-    """One pass each of hinting and sweeping; `run` repeats them."""
+    """Keeps hints in Redis; `run` repeats it."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine: Engine = create_sync_engine(settings, pool_size=2)
+        self._engine: Engine = create_sync_engine(settings, pool_size=1)
         self._hints = HintQueue(settings)
-        self._store = ObjectStore(settings)
 
     def hint(self) -> int:
         """Keep as many hints in Redis as jobs are ready, up to a bound; returns how many were sent."""
@@ -40,32 +44,13 @@ class Dispatcher:
             ready = session.execute(jobs.num_ready(limit=MAX_HINTS)).scalar_one()
         return self._hints.top_up(ready) if ready else 0
 
-    def sweep(self) -> None:
-        """End dead attempts, expire late jobs, remove the objects of deleted ones, forget silent replicas."""
-        with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.reap()):
-                log.warning("lease_expired", job_id=job.id, attempt=job.attempt, state=job.state)
-            for job in session.scalars(jobs.expire()):
-                log.info("job_expired", job_id=job.id)
-            session.execute(jobs.forget_stale_replicas())
-        self._purge()
-
-    def _purge(self) -> None:
-        with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            deleted = session.scalars(jobs.unpurged()).all()
-        for job in deleted:
-            self._store.delete_prefix(job_prefix(job.project, job.id))
-            with self._engine.begin() as connection:
-                connection.execute(jobs.mark_purged(job.id))
-            log.info("job_purged", job_id=job.id)
-
     def close(self) -> None:
         self._hints.close()
         self._engine.dispose()
 
 
 def run(settings: Settings) -> int:
-    """Dispatch until SIGTERM or SIGINT. An unreachable server is waited for, not an error."""
+    """Dispatch and sweep until SIGTERM or SIGINT. An unreachable server is waited for, not an error."""
     stop = threading.Event()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -73,21 +58,35 @@ def run(settings: Settings) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    dispatcher = Dispatcher(settings)
+    dispatcher, sweeper = Dispatcher(settings), Sweeper(settings)
+    repeated: list[tuple[str, float, Callable[[], object]]] = [
+        ("hint", settings.dispatch_seconds, dispatcher.hint),
+        ("sweep", SWEEP_SECONDS, sweeper.sweep),
+        ("purge", SWEEP_SECONDS, sweeper.purge),
+        ("tidy", TIDY_SECONDS, sweeper.tidy),
+    ]
+    if settings.sweep_orphans:
+        repeated.append(("orphans", ORPHAN_SECONDS, lambda: list(sweeper.orphans(delete=True))))
+    # a thread each: a store that hangs must not hold up what only Postgres is needed for
+    threads = [threading.Thread(target=_repeat, args=(stop, *each), name=each[0], daemon=True) for each in repeated]
     log.info("dispatcher_started", pool=settings.pool)
-    swept_at = float("-inf")
-    while not stop.wait(settings.dispatch_seconds):
-        _attempt("hint_failed", dispatcher.hint)
-        if time.monotonic() - swept_at >= SWEEP_SECONDS:
-            swept_at = time.monotonic()
-            _attempt("sweep_failed", dispatcher.sweep)
+    for thread in threads:
+        thread.start()
+    stop.wait()
+    for thread in threads:
+        thread.join(_STOP_SECONDS)
     dispatcher.close()
+    sweeper.close()
     log.info("dispatcher_stopped", pool=settings.pool)
     return 0
 
 
-def _attempt(event: str, action: Callable[[], object]) -> None:
-    try:
-        action()
-    except (DBAPIError, BrokerError, RedisError, StorageError, OSError) as error:
-        log.warning(event, error=str(error).splitlines()[0])
+def _repeat(stop: threading.Event, name: str, seconds: float, action: Callable[[], object]) -> None:
+    while not stop.wait(seconds):
+        try:
+            action()
+        except (DBAPIError, PoolTimeout, BrokerError, RedisError, StorageError, OSError) as error:
+            log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+        except Exception:
+            # a bug met once must not end what keeps every other job going
+            log.exception(f"{name}_failed")

@@ -5,8 +5,9 @@
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from rushes_core.settings import Settings
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _CHUNK_BYTES = 256 * 1024
 
+RESULTS = "results/"
+"""Prefix of every result."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -33,6 +37,15 @@ class StoredObject:
     """Hexadecimal; empty when the store keeps none."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """An entry of the store's listing."""
+
+    key: str
+    num_bytes: int
+    modified: datetime
+
+
 def result_key(project: str, job_id: str, attempt: int, fence: int, name: str = "video.mp4") -> str:
     """Key of an attempt's result. The fence makes it unique: two attempts can never write the same object."""
     return f"{job_prefix(project, job_id)}{attempt}-{fence}/{name}"
@@ -40,7 +53,7 @@ def result_key(project: str, job_id: str, attempt: int, fence: int, name: str = 
 
 def job_prefix(project: str, job_id: str) -> str:
     """Prefix of everything that a job's attempts stored."""
-    return f"results/{project}/{job_id}/"
+    return f"{RESULTS}{project}/{job_id}/"
 
 
 class ObjectStore:
@@ -125,13 +138,44 @@ class ObjectStore:
         count = 0
         with _translated(prefix):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
-                keys = [{"Key": item["Key"]} for item in page.get("Contents", ())]
-                if keys:
-                    answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": keys, "Quiet": True})
-                    if errors := answer.get("Errors"):
-                        raise StorageError(f"deleting {errors[0].get('Key')}: {errors[0].get('Message')}")
+                keys = [item["Key"] for item in page.get("Contents", ())]
+                self.delete_keys(keys)
                 count += len(keys)
         return count
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Remove objects, at most 1,000 of them; one that is not there is removed."""
+        if not keys:
+            return
+        with _translated(keys[0]):
+            answer = self._client.delete_objects(
+                Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            )
+        if errors := answer.get("Errors"):
+            raise StorageError(f"deleting {errors[0].get('Key')}: {errors[0].get('Message')}")
+
+    def list_pages(self, prefix: str) -> Iterator[list[StoredItem]]:
+        """Everything below `prefix`, in pages of at most 1,000."""
+        pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
+        while True:
+            with _translated(prefix):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield [StoredItem(item["Key"], item["Size"], item["LastModified"]) for item in page.get("Contents", ())]
+
+    def abort_uploads(self, prefix: str, *, before: datetime) -> list[str]:
+        """End the multipart uploads below `prefix` that began before that time and were not completed; their keys."""
+        aborted: list[str] = []
+        with _translated(prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
+            for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
+                if upload["Initiated"] < before:
+                    self._client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+                    aborted.append(upload["Key"])
+        return aborted
 
     @cached_property
     def _client(self) -> Any:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_core.storage import ObjectStore, job_prefix
+from rushes_core.sweeper import Sweeper
 from support.processes import children, is_alive
 from support.stack import SharedStack, s3_client, settings_env
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, write_contract
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, eventually, write_contract
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,7 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
         scratch=folder / "scratch",
         poll_seconds=0.1,
         stage_timeout_seconds=2,
+        drain_after_crashes=100,
     )
 
 
@@ -45,10 +46,10 @@ def worker(settings: Settings, jobs: Jobs, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def _leaves_no_file(worker: Worker, jobs: Jobs, settings: Settings) -> Iterator[None]:
-    """After every test the worker is idle and its scratch directory holds no attempt."""
+    """After every test the worker becomes idle and its scratch directory holds no attempt."""
     yield
     jobs.wait_ready()
-    assert not list(settings.scratch.glob("*/attempt-*"))
+    eventually(lambda: not list(settings.scratch.glob("*/attempt-*")))
 
 
 def ranks(jobs: Jobs) -> list[int]:
@@ -92,7 +93,7 @@ def test_same_seed_gives_the_same_file_and_another_seed_another(worker: Worker, 
 
 
 def test_progress_is_written_while_the_job_runs(worker: Worker, jobs: Jobs) -> None:
-    job_id = jobs.add("[step 0.1]")
+    job_id = jobs.add("[step 0.3]")
     seen = [jobs.wait_for_step(job_id, step) for step in (1, 4)]
     jobs.wait_completed(job_id)
     assert all(job.phase == "denoising" and 0 < job.progress < 100 for job in seen)
@@ -173,11 +174,39 @@ class TestErrors:
     def test_hanging_job_is_ended_at_its_deadline(self, worker: Worker, jobs: Jobs) -> None:
         job = jobs.wait_completed(jobs.add("[hang at step 2 on attempt 1]"))
         assert (job.attempt, job.crash_count) == (2, 1)
+        (first, _) = jobs.attempts(job.id)
+        assert first.error == {
+            "code": "worker_lost",
+            "message": "The ranks of the worker were silent for 2 s of denoising.",
+            "stage": "denoising",
+        }
 
     def test_job_that_kills_every_worker_fails(self, worker: Worker, jobs: Jobs) -> None:
         job = jobs.wait_for(jobs.add("[die at step 1]", max_attempts=2), *FINAL_STATES)
         assert (job.state, job.attempt, job.crash_count) == (JobState.FAILED, 2, 2)
         jobs.wait_completed(jobs.add())
+
+    @pytest.mark.parametrize(
+        ("prompt", "stage"),
+        [
+            ("[out of memory encoding]", "encoding"),
+            ("[out of memory at step 3]", "denoising"),
+            ("[out of memory decoding]", "decoding"),
+        ],
+    )
+    def test_job_without_enough_memory_is_rendered_twice_and_not_more(
+        self, worker: Worker, jobs: Jobs, prompt: str, stage: str
+    ) -> None:
+        pids = ranks(jobs)
+        job = jobs.wait_for(jobs.add(prompt), *FINAL_STATES)
+        assert (job.state, job.attempt, job.crash_count) == (JobState.FAILED, 2, 0)
+        assert job.error is not None
+        assert (job.error["code"], job.error["stage"]) == ("out_of_memory", stage)
+        assert ranks(jobs) == pids
+
+    def test_second_attempt_takes_the_plan_that_needs_less_memory(self, worker: Worker, jobs: Jobs) -> None:
+        job = jobs.wait_completed(jobs.add("[large]"))
+        assert (job.attempt, job.low_memory, job.error_count, job.crash_count) == (2, True, 1, 0)
 
     def test_media_process_that_dies_costs_one_attempt(self, worker: Worker, jobs: Jobs) -> None:
         pids = ranks(jobs)
@@ -211,9 +240,9 @@ class TestCancel:
         jobs.delete(job_id)
         job = jobs.wait_for(job_id, *FINAL_STATES)
         assert job.state == JobState.CANCELLED
-        dispatcher = Dispatcher(settings)
-        dispatcher.sweep()
-        dispatcher.close()
+        sweeper = Sweeper(settings)
+        sweeper.purge()
+        sweeper.close()
         assert jobs.get(job_id).purged_at is not None
         assert stored_keys(settings, job) == []
 

@@ -1,0 +1,37 @@
+"""`rushes sweep`: one pass of the sweeper, or the objects that no job points at."""
+
+import argparse
+
+from rushes_core.log import configure_logging
+from rushes_core.sweeper import Sweeper
+
+from rushes_cli.main import UsageError, load_settings
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sweep once, or list orphans, and remove them if that was asked for."""
+    if arguments.delete and not arguments.orphans:
+        raise UsageError("--delete belongs to --orphans")
+    settings = load_settings()
+    configure_logging(settings.log_level, json=settings.log_json)
+    sweeper = Sweeper(settings)
+    try:
+        if arguments.orphans:
+            _orphans(sweeper, delete=arguments.delete)
+        else:
+            sweeper.sweep()
+            sweeper.purge()
+            sweeper.tidy()
+    finally:
+        sweeper.close()
+    return 0
+
+
+def _orphans(sweeper: Sweeper, *, delete: bool) -> None:
+    count = num_bytes = 0
+    for orphan in sweeper.orphans(delete=delete):
+        count += 1
+        num_bytes += orphan.num_bytes
+        print(f"{orphan.num_bytes:>12}  {orphan.modified:%Y-%m-%d %H:%M}  {orphan.key}")
+    done = "removed" if delete else "found; nothing was removed"
+    print(f"rushes sweep: {count} orphans of {num_bytes} bytes {done}")

@@ -1,0 +1,127 @@
+"""The sweeper: puts right what died, ran late, was deleted or was left behind. Any number may run at once."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.log import get_logger
+from rushes_core.settings import Settings
+from rushes_core.states import LEASED_STATES
+from rushes_core.storage import RESULTS, ObjectStore, StoredItem, job_prefix
+
+log = get_logger(__name__)
+
+_RESULT_KEY = re.compile(rf"{RESULTS}[^/]+/(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/[^/]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An object that no job points at and that no attempt may still come to point at."""
+
+    key: str
+    num_bytes: int
+    modified: datetime
+
+
+class Sweeper:
+    """One pass each of what has to be done; whoever holds it repeats them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._engine: Engine = create_sync_engine(settings, pool_size=2)
+        self._store = ObjectStore(settings)
+        self._retention_days = settings.retention_days
+        self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
+
+    def sweep(self) -> None:
+        """End dead attempts, expire late jobs, forget silent replicas. Touches rows alone."""
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            for job in session.scalars(jobs.reap()):
+                log.warning(
+                    "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
+                )
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            for job in session.scalars(jobs.expire()):
+                log.info("job_expired", job_id=job.id)
+            session.execute(jobs.forget_stale_replicas())
+
+    def purge(self) -> None:
+        """Remove the objects of deleted jobs and what is in their rows of the request."""
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            deleted = session.scalars(jobs.unpurged()).all()
+        for job in deleted:
+            self._store.delete_prefix(job_prefix(job.project, job.id))
+            with self._engine.begin() as connection:
+                connection.execute(jobs.mark_purged(job.id))
+            log.info("job_purged", job_id=job.id)
+
+    def tidy(self) -> None:
+        """Remove what has had its time: clips beyond retention, unfinished uploads, old keys and idle shares."""
+        with self._engine.begin() as connection:
+            connection.execute(jobs.forget_idempotency_keys())
+        self._forget_idle_shares()
+        if self._retention_days:
+            self._remove_outlived()
+        for key in self._store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
+            log.info("upload_aborted", key=key)
+
+    def orphans(self, *, delete: bool) -> Iterator[Orphan]:
+        """Every orphan that is old enough, found page by page; `delete` removes a page before it is handed out.
+
+        A result key names its attempt's fence. The attempt can still complete only while the row holds that fence under
+        a lease, and rows are read after the listing: an object that is an orphan then stays one.
+        """
+        before = datetime.now(UTC) - self._orphan_age
+        for page in self._store.list_pages(RESULTS):
+            orphans = self._orphans_of([item for item in page if item.modified < before])
+            if delete and orphans:
+                self._store.delete_keys([orphan.key for orphan in orphans])
+                for orphan in orphans:
+                    log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
+            yield from orphans
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _orphans_of(self, items: list[StoredItem]) -> list[Orphan]:
+        # a key of another form is not ours to judge
+        matches = [(item, match) for item in items if (match := _RESULT_KEY.fullmatch(item.key))]
+        if not matches:
+            return []
+        with self._engine.begin() as connection:
+            found = connection.execute(jobs.owners_of_objects([match["job_id"] for _, match in matches])).all()
+        kept_keys = {key for _, _, _, key in found}
+        held = {(job_id, fence) for job_id, state, fence, _ in found if state in LEASED_STATES}
+        return [
+            Orphan(item.key, item.num_bytes, item.modified)
+            for item, match in matches
+            if item.key not in kept_keys and (match["job_id"], int(match["fence"])) not in held
+        ]
+
+    def _remove_outlived(self) -> None:
+        while True:
+            with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                outlived = session.scalars(jobs.outlived_results(days=self._retention_days)).all()
+            for job in outlived:
+                self._store.delete_prefix(job_prefix(job.project, job.id))
+                with self._engine.begin() as connection:
+                    connection.execute(jobs.mark_result_removed(job.id))
+                log.info("result_outlived", job_id=job.id)
+            if not outlived:
+                return
+
+    def _forget_idle_shares(self) -> None:
+        try:
+            with self._engine.begin() as connection:
+                # everybody who accepts or claims a job waits behind this lock: better never than late
+                connection.execute(text("SET LOCAL lock_timeout = '100ms'"))
+                connection.execute(jobs.lock_shares())
+                connection.execute(jobs.forget_idle_shares())
+        except OperationalError as error:
+            log.debug("shares_busy", error=str(error).splitlines()[0])

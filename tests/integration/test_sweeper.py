@@ -1,0 +1,231 @@
+"""The sweeper on real Postgres and SeaweedFS: what died, ran late, was deleted or was left behind."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from rushes_core.storage import RESULTS, ObjectStore, file_sha256, job_prefix, result_key
+from rushes_core.sweeper import Sweeper
+from sqlalchemy import func, select, text, update
+from sqlalchemy.orm import Session
+from support.job_rows import ERROR, RESULT, JobRows
+from support.stack import s3_client
+from support.waiting import wait_until
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def sweeper(settings: Settings) -> Iterator[Sweeper]:
+    sweeper = Sweeper(settings)
+    yield sweeper
+    sweeper.close()
+
+
+@pytest.fixture
+def rows(settings: Settings) -> Iterator[JobRows]:
+    engine = create_sync_engine(settings)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        # leases that ran out before the server was up are left alone for a while
+        up = text("SELECT now() > pg_postmaster_start_time() + interval '7 s'")
+        wait_until(lambda: connection.execute(up).scalar_one())
+    yield JobRows(engine)
+    with engine.begin() as connection:
+        tables = "jobs, job_attempts, job_events, outbox, project_shares, idempotency_keys, replicas"
+        connection.execute(text(f"TRUNCATE {tables}"))
+    engine.dispose()
+
+
+@pytest.fixture
+def store(settings: Settings) -> Iterator[ObjectStore]:
+    store = ObjectStore(settings)
+    yield store
+    store.delete_prefix("")
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweeper's clock is two days ahead: whatever is in the store has had its time."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + 2 * DAY
+
+    monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
+
+
+def put(store: ObjectStore, directory: Path, key: str) -> str:
+    clip = directory / "clip"
+    clip.write_bytes(key.encode())
+    store.put_file(key, clip, content_type="video/mp4", sha256=file_sha256(clip))
+    return key
+
+
+def completed(rows: JobRows, store: ObjectStore, directory: Path, **values: Any) -> Job:
+    """A completed job whose clip lies in the store."""
+    job = rows.running(**values)
+    key = put(store, directory, result_key(job.project, job.id, job.attempt, job.fence or 0))
+    return rows.run(jobs.complete(job.id, fence=job.fence or 0, result={**RESULT, "key": key}, timings={}))
+
+
+class TestSweep:
+    def test_requeues_dead_attempts_and_expires_late_jobs(self, sweeper: Sweeper, rows: JobRows) -> None:
+        dead = rows.running(lease_seconds=-2)
+        late = rows.add(deadline_at=func.now() - text("interval '1 second'"))
+        sweeper.sweep()
+        assert rows.read(dead.id).state is JobState.QUEUED
+        assert rows.read(late.id).state is JobState.EXPIRED
+
+    def test_forgets_a_replica_that_has_been_silent_for_a_day(self, sweeper: Sweeper, rows: JobRows) -> None:
+        values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "state": "ready", "epoch": 1}
+        with rows.engine.begin() as connection:
+            for name in ("silent", "alive"):
+                connection.execute(jobs.upsert_replica(name, **values))
+            connection.execute(
+                update(Replica).where(Replica.id == "silent").values(last_seen=func.now() - text("interval '25 hours'"))
+            )
+        sweeper.sweep()
+        with Session(rows.engine) as session:
+            assert session.scalars(select(Replica.id)).all() == ["alive"]
+
+
+class TestPurge:
+    def test_removes_every_object_of_a_deleted_job_and_its_prompt(
+        self, sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        job = completed(rows, store, tmp_path)
+        put(store, tmp_path, result_key(job.project, job.id, 7, 7))
+        rows.run(jobs.delete_job(job.id, project="default"))
+
+        sweeper.purge()
+
+        assert store.delete_prefix(job_prefix(job.project, job.id)) == 0
+        purged = rows.read(job.id)
+        assert purged.purged_at is not None
+        assert (purged.prompt, purged.request) == ("", {})
+
+    def test_leaves_the_objects_of_a_job_that_still_runs(self, sweeper: Sweeper, rows: JobRows) -> None:
+        job = rows.running()
+        rows.run(jobs.delete_job(job.id, project="default"))
+        sweeper.purge()
+        assert rows.read(job.id).purged_at is None
+
+
+class TestRetention:
+    def test_removes_the_clip_and_says_when(
+        self, settings: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        before, kept = (completed(rows, store, tmp_path) for _ in range(2))
+        with rows.engine.begin() as connection:
+            connection.execute(update(Job).where(Job.id == before.id).values(finished_at=func.now() - 31 * DAY))
+        sweeper = Sweeper(settings.model_copy(update={"retention_days": 30}))
+        sweeper.tidy()
+        sweeper.tidy()
+        sweeper.close()
+
+        outlived = rows.read(before.id)
+        assert outlived.state is JobState.COMPLETED
+        assert outlived.result is not None
+        assert datetime.fromisoformat(outlived.result["deleted_at"]) <= datetime.now(UTC) + DAY
+        assert store.head(outlived.result["key"]) is None
+        assert rows.read(kept.id).result == kept.result
+
+    def test_keeps_everything_unless_it_is_set(
+        self, sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        job = completed(rows, store, tmp_path)
+        with rows.engine.begin() as connection:
+            connection.execute(update(Job).values(finished_at=func.now() - 3_000 * DAY))
+        sweeper.tidy()
+        assert rows.read(job.id).result == job.result
+
+
+class TestOrphans:
+    def test_are_objects_that_no_row_and_no_lease_can_point_at(
+        self, sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path, old: None
+    ) -> None:
+        done = completed(rows, store, tmp_path)
+        lost_attempt = put(store, tmp_path, result_key("default", done.id, 1, (done.fence or 0) - 1))
+        failed = rows.running()
+        of_failed = put(store, tmp_path, result_key("default", failed.id, 1, failed.fence or 0))
+        rows.run(jobs.fail(failed.id, fence=failed.fence or 0, error=ERROR))
+        running = rows.running()
+        put(store, tmp_path, result_key("default", running.id, 1, running.fence or 0))
+        of_nobody = put(store, tmp_path, result_key("default", "video_of_nobody", 1, 5))
+        put(store, tmp_path, f"{RESULTS}README")
+
+        orphans = {lost_attempt, of_failed, of_nobody}
+        assert {orphan.key for orphan in sweeper.orphans(delete=False)} == orphans
+        assert all(store.head(key) for key in orphans)
+
+        assert {orphan.key for orphan in sweeper.orphans(delete=True)} == orphans
+        assert not any(store.head(key) for key in orphans)
+        assert len(next(store.list_pages(RESULTS))) == 3
+
+    def test_young_objects_are_left_alone(self, sweeper: Sweeper, store: ObjectStore, tmp_path: Path) -> None:
+        put(store, tmp_path, result_key("default", "video_of_nobody", 1, 5))
+        assert list(sweeper.orphans(delete=True)) == []
+
+
+def test_unfinished_uploads_are_ended_when_they_are_old(
+    sweeper: Sweeper, store: ObjectStore, stack_env: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    client = s3_client(stack_env)
+    key = result_key("default", "video_x", 1, 1)
+    client.create_multipart_upload(Bucket=store.bucket, Key=key)
+
+    def unfinished() -> list[str]:
+        listed = client.list_multipart_uploads(Bucket=store.bucket, Prefix=RESULTS)
+        return [upload["Key"] for upload in listed.get("Uploads", ())]
+
+    sweeper.tidy()
+    assert unfinished() == [key]
+    request.getfixturevalue("old")
+    sweeper.tidy()
+    assert unfinished() == []
+
+
+def test_idempotency_keys_are_kept_for_a_day(sweeper: Sweeper, rows: JobRows) -> None:
+    columns = {column.name for column in IdempotencyKey.__table__.columns} - {"created_at", "status", "body"}
+    with Session(rows.engine) as session, session.begin():
+        for key, hours in (("old", 25), ("young", 23)):
+            values = dict.fromkeys(columns, "x") | {"key": key}
+            session.add(IdempotencyKey(**values, created_at=datetime.now(UTC) - timedelta(hours=hours)))
+    sweeper.tidy()
+    with Session(rows.engine) as session:
+        assert session.scalars(select(IdempotencyKey.key)).all() == ["young"]
+
+
+def test_shares_of_idle_projects_are_forgotten_and_come_back(sweeper: Sweeper, rows: JobRows) -> None:
+    def shares() -> set[str]:
+        with Session(rows.engine) as session:
+            return set(session.scalars(select(ProjectShare.project)))
+
+    idle = rows.claimed(project="idle")
+    for _ in range(2):
+        rows.claimed(project="latest")
+    rows.add(project="busy")
+    sweeper.tidy()
+    assert shares() == {"busy", "latest"}
+    # a job that comes back to the queue brings its project's share back: without one it would never be claimed
+    rows.run(jobs.release(idle.id, fence=idle.fence or 0))
+    assert shares() == {"busy", "latest", "idle"}
+
+
+def test_two_sweepers_at_once_do_everything_once(settings: Settings, rows: JobRows) -> None:
+    dead = [rows.running(lease_seconds=-2, project=f"p{number}") for number in range(20)]
+    sweepers = [Sweeper(settings) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(Sweeper.sweep, sweepers))
+    for sweeper in sweepers:
+        sweeper.close()
+    assert {rows.read(job.id).crash_count for job in dead} == {1}
