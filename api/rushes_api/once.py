@@ -71,6 +71,8 @@ class Call:
     route: str
     key: str | None
     fingerprint: str
+    is_harmless: bool = False
+    """Sent again without a key it changes nothing more."""
 
 
 def fingerprint(wanted: VideoRequest | None = None, *, cancel_after: str | None = None) -> str:
@@ -96,21 +98,22 @@ async def take_effect(
 
     Raises:
         ApiError: the key belongs to another request, or to one that is still being answered.
-        OutcomeUnknown: the database went away during the commit, stays away, and there is no key to ask again with.
+        OutcomeUnknown: the database went away during the commit and stays away, and to ask again could repeat it.
     """
+    must_not_repeat = call.key is None and not call.is_harmless
     was_sent = False
     for pause in (*_PAUSES_SECONDS, None):
         try:
             async with sessions.begin() as session:
                 answer = await _answer(call, effect, session, is_own=was_sent)
                 was_sent = True
-                request.scope[OUTCOME_UNKNOWN] = call.key is None
+                request.scope[OUTCOME_UNKNOWN] = must_not_repeat
         except (DBAPIError, PoolTimeout) as error:
             if not was_sent or not is_database_gone(error):
                 raise
             log.warning("commit_unanswered", route=call.route, error=str(error).splitlines()[0])
             if pause is None:
-                if call.key is None:
+                if must_not_repeat:
                     raise OutcomeUnknown from error
                 raise
             await asyncio.sleep(pause)

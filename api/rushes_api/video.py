@@ -1,7 +1,7 @@
 """The Video object: OpenAI's members exactly, and beside them what this service can say truthfully."""
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -101,17 +101,24 @@ class Video(BaseModel):
     output: Output
 
 
-def video_of(job: Job, model: ServedModel, *, num_ahead: int | None = None) -> Video:
-    """How `job` looks to its client. `num_ahead`: jobs before it in the queue, where somebody counted them."""
+def video_of(job: Job, model: ServedModel, *, retention_days: int = 0, num_ahead: int | None = None) -> Video:
+    """How `job` looks to its client.
+
+    Args:
+        retention_days: how long clips are kept; 0: for ever.
+        num_ahead: jobs before it in the queue, where somebody counted them.
+    """
     state = job.state
     request = job.request
     requested = request.get("size_requested")
+    completed_at = job.finished_at if state is JobState.COMPLETED else None
+    expires_at = completed_at + timedelta(days=retention_days) if completed_at and retention_days else None
     return Video(
         id=job.id,
         object="video",
         created_at=int(job.created_at.timestamp()),
-        completed_at=unix_or_none(job.finished_at) if state is JobState.COMPLETED else None,
-        expires_at=None,
+        completed_at=unix_or_none(completed_at),
+        expires_at=unix_or_none(expires_at),
         status=_STATUS[state],
         progress=job.progress,
         model=job.model,

@@ -280,10 +280,22 @@ class TestTimes:
         assert response.json()["error"]["param"] == param
 
 
+def test_a_clip_that_is_kept_for_some_days_says_until_when(
+    api_settings: Settings, driver: JobDriver, tmp_path: Path
+) -> None:
+    with TestClient(create_app(api_settings.model_copy(update={"retention_days": 3})), headers=AUTHORIZED) as client:
+        video_id = create(client)["id"]
+        assert get(client, video_id)["expires_at"] is None
+        driver.complete(video_id, b"clip", tmp_path)
+        done = get(client, video_id)
+        assert done["expires_at"] - done["completed_at"] == 3 * 86_400
+
+
 def test_a_clip_that_retention_removed_is_gone(client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
     video_id = create(client)["id"]
     driver.complete(video_id, b"clip", tmp_path)
-    assert get(client, video_id)["output"]["deleted_at"] is None
+    done = get(client, video_id)
+    assert done["expires_at"] is done["output"]["deleted_at"] is None
     execute(driver, jobs.mark_result_removed(video_id))
     video = get(client, video_id)
     assert video["status"] == "completed"

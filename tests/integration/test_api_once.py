@@ -146,7 +146,7 @@ class TestKey:
     ) -> None:
         before = driver.num_rows()
 
-        def refuse(*arguments: object) -> None:
+        def refuse(*arguments: object, **options: object) -> None:
             raise StorageError("no")
 
         with monkeypatch.context() as broken:

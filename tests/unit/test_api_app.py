@@ -422,5 +422,9 @@ def test_the_description_lists_every_route(client: TestClient) -> None:
         "/v1/videos/{video_id}/content",
         "/v1/videos/{video_id}/retry",
     }
-    bodies = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
+    paths = document["paths"]
+    assert {one["name"] for one in paths["/v1/videos"]["post"]["parameters"]} == {"Idempotency-Key", "Cancel-After"}
+    retry = paths["/v1/videos/{video_id}/retry"]["post"]
+    assert {one["name"] for one in retry["parameters"]} == {"video_id", "Idempotency-Key"}
+    bodies = paths["/v1/videos"]["post"]["requestBody"]["content"]
     assert set(bodies) == {"application/json", "multipart/form-data", "application/x-www-form-urlencoded"}

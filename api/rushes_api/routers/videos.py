@@ -24,12 +24,13 @@ from rushes_api.deps import (
     CurrentJob,
     CurrentProject,
     Session,
+    State,
     find_job,
     no_such_video,
     query,
 )
 from rushes_api.errors import ApiError
-from rushes_api.once import Call, SentKey, fingerprint, take_effect
+from rushes_api.once import MAX_KEY_CHARACTERS, Call, SentKey, fingerprint, take_effect
 from rushes_api.video import CONTENT_TYPE, Video, poll_after_ms, video_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -117,38 +118,48 @@ NoQuery = Annotated[Mapping[str, str], Depends(query())]
 Wanted = Annotated[_Wanted, Depends(_wanted)]
 NO_BODY = Depends(_no_members)
 
-_REQUEST_BODY: dict[str, Any] = {
+
+def _header(name: str, about: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": about, "schema": {"type": "string", **schema}}
+
+
+_KEY_HEADER = _header(
+    "Idempotency-Key", "Makes the request safe to send again", minLength=1, maxLength=MAX_KEY_CHARACTERS
+)
+_WITH_KEY: dict[str, Any] = {"parameters": [_KEY_HEADER]}
+_CREATE: dict[str, Any] = {
+    "parameters": [_KEY_HEADER, _header("Cancel-After", "The deadline as a duration from now, such as 90m")],
     "requestBody": {
         "required": True,
         "content": {
             media_type: {"schema": VideoRequest.model_json_schema()} for media_type in (JSON, MULTIPART, URLENCODED)
         },
-    }
+    },
 }
 
 
-@router.post("", response_model=Video, openapi_extra=_REQUEST_BODY)
+@router.post("", response_model=Video, openapi_extra=_CREATE)
 async def create_video(
     request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, wanted: Wanted, state: AppState
 ) -> Response:
     """Accept a job. It is committed before this is answered."""
-    model, max_attempts = state["model"], state["settings"].max_attempts
+    max_attempts = state["settings"].max_attempts
     values: dict[str, Any] = {}
     if isinstance(wanted.resolved, ResolvedRequest):
         # the id is drawn once: an insert that is repeated finds the row of the first
-        values = wanted.resolved.job_values(model, project=caller.project, max_attempts=max_attempts)
+        values = wanted.resolved.job_values(state["model"], project=caller.project, max_attempts=max_attempts)
 
     async def accept(session: AsyncSession) -> Video:
         if isinstance(wanted.resolved, InvalidRequest):
             raise wanted.resolved
         job = (await session.execute(jobs.create(**values))).scalar_one_or_none()
-        return video_of(job or await session.get_one(Job, values["id"]), model)
+        return _video(job or await session.get_one(Job, values["id"]), state)
 
     call = Call(caller, "POST /v1/videos", key, wanted.fingerprint)
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
 
 
-@router.post("/{video_id}/cancel", response_model=Video, dependencies=[NO_BODY])
+@router.post("/{video_id}/cancel", response_model=Video, dependencies=[NO_BODY], openapi_extra=_WITH_KEY)
 async def cancel_video(
     video_id: str, request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, state: AppState
 ) -> Response:
@@ -160,13 +171,13 @@ async def cancel_video(
             raise no_such_video(video_id)
         if job.state.is_final and job.state is not JobState.CANCELLED:
             raise TransitionRefused(f"{job.id} is {job.state.public_status}: it cannot be cancelled any more")
-        return video_of(job, state["model"])
+        return _video(job, state)
 
-    call = Call(caller, f"POST /v1/videos/{_well_formed(video_id)}/cancel", key, fingerprint())
+    call = Call(caller, f"POST /v1/videos/{_well_formed(video_id)}/cancel", key, fingerprint(), is_harmless=True)
     return await take_effect(call, cancel, request=request, sessions=state["sessions"])
 
 
-@router.post("/{video_id}/retry", response_model=Video, dependencies=[NO_BODY])
+@router.post("/{video_id}/retry", response_model=Video, dependencies=[NO_BODY], openapi_extra=_WITH_KEY)
 async def retry_video(
     video_id: str, request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, state: AppState
 ) -> Response:
@@ -178,7 +189,7 @@ async def retry_video(
         if generation is not None:
             found = await find_job(video_id, project=caller.project, session=session)
             if found.generation >= generation:
-                return video_of(found, state["model"])
+                return _video(found, state)
         statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
         job = (await session.execute(statement)).scalar_one_or_none()
         if job is None:
@@ -186,7 +197,7 @@ async def retry_video(
             words = ", ".join(one.public_status for one in RETRYABLE_STATES)
             raise TransitionRefused(f"{found.id} is {found.state.public_status}; what can be retried is {words}")
         generation = job.generation
-        return video_of(job, state["model"])
+        return _video(job, state)
 
     call = Call(caller, f"POST /v1/videos/{_well_formed(video_id)}/retry", key, fingerprint())
     return await take_effect(call, retry, request=request, sessions=state["sessions"])
@@ -233,7 +244,7 @@ async def list_videos(
         states=_states(parameters.get("status")),
     )
     rows = (await session.execute(statement)).scalars().all()
-    data = [video_of(job, state["model"]) for job in rows[:limit]]
+    data = [_video(job, state) for job in rows[:limit]]
     return VideoList(
         object="list",
         data=data,
@@ -251,7 +262,7 @@ async def get_video(
     poll_after = poll_after_ms(job, num_ahead)
     if poll_after is not None:
         response.headers["openai-poll-after-ms"] = str(poll_after)
-    return video_of(job, state["model"], num_ahead=num_ahead)
+    return _video(job, state, num_ahead=num_ahead)
 
 
 @router.delete("/{video_id}")
@@ -288,6 +299,10 @@ async def get_content(
         job = await find_job(video_id, project=project, session=session)
     check_finished(job)
     return await deliver(job, request, state, redirect=parameters.get("redirect"))
+
+
+def _video(job: Job, state: State, *, num_ahead: int | None = None) -> Video:
+    return video_of(job, state["model"], retention_days=state["settings"].retention_days, num_ahead=num_ahead)
 
 
 async def _num_ahead(job: Job, session: AsyncSession) -> int | None:
