@@ -117,7 +117,7 @@ def _play_mutants(servers: Servers, out: Path, seed: int) -> int:
         for name, mutant in MUTANT_RUNS.items():
             violations = play_mutant(mutant, servers, out / f"mutant-{name.replace(' ', '-')}", seed=seed)
             caught = sorted({violation.invariant for violation in violations} - {"X"})
-            missed = missed or bool(caught) != mutant.is_caught
+            missed = missed or not (caught if mutant.is_caught else not violations)
             results.write(json.dumps({"mutant": name, "violations": [asdict(one) for one in violations]}) + "\n")
             example = violations[0].message if violations else "none"
             print(f"| {name} | {mutant.fault} | {', '.join(caught) or 'nothing'} | {example} |", flush=True)
