@@ -1,0 +1,175 @@
+"""Whose job is claimed next on real Postgres, and the plan that finds it among many."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from sqlalchemy import Connection, Engine, func, text
+from support.job_rows import MODEL, JobRows
+from support.stack import SharedStack
+
+TABLES = "jobs, job_attempts, job_events, outbox, project_shares, replicas"
+
+
+@pytest.fixture(scope="module")
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = create_sync_engine(settings)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def rows(engine: Engine) -> Iterator[JobRows]:
+    yield JobRows(engine)
+    with engine.begin() as connection:
+        connection.execute(text(f"TRUNCATE {TABLES}"))
+
+
+def claimed(rows: JobRows, count: int) -> list[Job]:
+    jobs_claimed = [rows.claim() for _ in range(count)]
+    return [job for job in jobs_claimed if job is not None]
+
+
+class TestOrder:
+    def test_a_flood_of_one_project_does_not_hold_up_another(self, rows: JobRows) -> None:
+        for _ in range(20):
+            rows.add(project="flood")
+        late = [rows.add(project="late") for _ in range(3)]
+        order = claimed(rows, 8)
+        assert [job.id for job in order if job.project == "late"] == [job.id for job in late]
+        assert Counter(job.project for job in order) == {"flood": 5, "late": 3}
+
+    def test_projects_take_turns(self, rows: JobRows) -> None:
+        for project in ("a", "b", "c"):
+            for _ in range(4):
+                rows.add(project=project)
+        order = [job.project for job in claimed(rows, 12)]
+        assert all(set(order[turn : turn + 3]) == {"a", "b", "c"} for turn in range(0, 12, 3))
+
+    def test_shares_are_of_work_not_of_jobs(self, rows: JobRows) -> None:
+        for _ in range(20):
+            rows.add(project="long", num_frames=340)
+            rows.add(project="short", num_frames=107)
+        order = Counter(job.project for job in claimed(rows, 16))
+        assert order["short"] in (12, 13)
+
+    def test_a_project_that_was_idle_gets_its_share_and_no_more(self, rows: JobRows) -> None:
+        rows.add(project="idle")
+        for _ in range(40):
+            rows.add(project="busy")
+        claimed(rows, 21)
+        for _ in range(10):
+            rows.add(project="idle")
+        assert Counter(job.project for job in claimed(rows, 10)) == {"busy": 5, "idle": 5}
+
+    def test_a_more_urgent_class_comes_first_whoever_asks(self, rows: JobRows) -> None:
+        for _ in range(3):
+            rows.add(project="greedy", priority=0)
+        rows.add(project="modest", priority=1)
+        assert [job.project for job in claimed(rows, 4)] == ["greedy", "greedy", "greedy", "modest"]
+
+    def test_a_class_in_which_nothing_is_ready_holds_up_nothing(self, rows: JobRows) -> None:
+        rows.add(priority=0, run_at=func.now() + text("interval '1 hour'"))
+        ready = rows.add(priority=2)
+        assert [job.id for job in claimed(rows, 2)] == [ready.id]
+
+    def test_within_a_project_the_oldest_comes_first(self, rows: JobRows) -> None:
+        added = [rows.add().id for _ in range(5)]
+        assert [job.id for job in claimed(rows, 5)] == added
+
+    def test_a_job_that_is_locked_is_passed_over(self, rows: JobRows) -> None:
+        locked, free = rows.add(), rows.add()
+        with rows.engine.begin() as connection:
+            connection.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": locked.id})
+            assert [job.id for job in claimed(rows, 2)] == [free.id]
+
+
+@pytest.fixture(scope="module")
+def filled(stack: SharedStack) -> Iterator[Connection]:
+    """A connection to tens of thousands of jobs in every state."""
+    engine = create_sync_engine(stack.settings())
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(_FILL), {"model": MODEL})
+        connection.execute(text("ANALYZE jobs, project_shares"))
+        yield connection
+    engine.dispose()
+
+
+class TestPlan:
+    """With tens of thousands of jobs of every state no statement that is repeated reads the table from end to end."""
+
+    @pytest.mark.parametrize(
+        ("statement", "index"),
+        [
+            (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claim"),
+            (jobs.num_ready(limit=64), "ix_jobs_claim"),
+            (jobs.reap(), "ix_jobs_leased"),
+            (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
+            (jobs.expire(), "ix_jobs_deadline"),
+            (jobs.outlived_results(days=30), "ix_jobs_retained"),
+            (jobs.unpurged(), "ix_jobs_unpurged"),
+            (jobs.forget_idle_shares(), "ix_jobs_claim"),
+        ],
+        ids=["claim", "num_ready", "reap", "release_unknown", "expire", "outlived", "unpurged", "idle_shares"],
+    )
+    def test_uses_its_index(self, filled: Connection, statement: Any, index: str) -> None:
+        nodes = list(scans(generic_plan(filled, statement)))
+        assert [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "jobs"] == []
+        assert index in {node.get("Index Name") for node in nodes}
+
+    def test_a_claim_looks_at_few_rows(self, filled: Connection) -> None:
+        plan = executed_plan(filled, jobs.claim(model=MODEL, owner="w", lease_seconds=30))
+        rows_read = sum(
+            (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+            for node in scans(plan)
+            if node.get("Relation Name") == "jobs"
+        )
+        assert 0 < rows_read < 20
+
+
+_FILL = """
+INSERT INTO jobs (id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts,
+    state, finished_at, fence, lease_owner, lease_until, result, deadline_at)
+SELECT 'video_' || i, 'project-' || i % 50, :model, i % 3, 'x', 1, 480, 480, 107, '{}', 3,
+    CASE WHEN i % 3000 = 0 THEN 'running' WHEN i % 2 = 0 THEN 'queued' ELSE 'completed' END,
+    CASE WHEN i % 3000 <> 0 AND i % 2 = 1 THEN now() END,
+    CASE WHEN i % 3000 = 0 THEN i END, CASE WHEN i % 3000 = 0 THEN 'w' END,
+    CASE WHEN i % 3000 = 0 THEN now() + interval '1 min' END,
+    CASE WHEN i % 3000 <> 0 AND i % 2 = 1 THEN '{}'::jsonb END,
+    CASE WHEN i % 1000 = 2 THEN now() + interval '1 day' END
+FROM generate_series(1, 30000) AS i
+"""
+
+
+def generic_plan(connection: Connection, statement: Any) -> dict[str, Any]:
+    """The plan that a statement gets when it has been prepared often enough: without a look at its parameters."""
+    compiled = statement.compile(connection, compile_kwargs={"render_postcompile": True})
+    numbers = {name: number for number, name in enumerate(compiled.params, 1)}
+
+    def placeholder(match: re.Match[str]) -> str:
+        cast = "::interval" if isinstance(compiled.params[match[1]], timedelta) else ""
+        return f"${numbers[match[1]]}{cast}"
+
+    numbered = re.sub(r"%\((\w+)\)s", placeholder, str(compiled))
+    return connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN, FORMAT JSON) {numbered}").scalar_one()[0]["Plan"]
+
+
+def executed_plan(connection: Connection, statement: Any) -> dict[str, Any]:
+    """The plan with what each node did."""
+    compiled = statement.compile(connection)
+    explained = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {compiled}", dict(compiled.params))
+    return explained.scalar_one()[0]["Plan"]
+
+
+def scans(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every node of a plan, from the top."""
+    yield node
+    for child in node.get("Plans", ()):
+        yield from scans(child)
