@@ -110,7 +110,7 @@ def video_of(job: Job, model: ServedModel, *, retention_days: int = 0, num_ahead
     """
     state = job.state
     request = job.request
-    requested = request.get("size_requested")
+    requested, not_before = request.get("size_requested"), request.get("not_before")
     completed_at = job.finished_at if state is JobState.COMPLETED else None
     expires_at = completed_at + timedelta(days=retention_days) if completed_at and retention_days else None
     return Video(
@@ -141,7 +141,7 @@ def video_of(job: Job, model: ServedModel, *, retention_days: int = 0, num_ahead
         generation=job.generation,
         attempt=job.attempt,
         max_attempts=job.max_attempts,
-        not_before=request.get("not_before"),
+        not_before=None if not_before is None else int(not_before),
         deadline=unix_or_none(job.deadline_at),
         cancel_requested_at=unix_or_none(job.cancel_requested_at),
         output=_output_of(job),
@@ -152,7 +152,13 @@ def poll_after_ms(job: Job, num_ahead: int | None) -> int | None:
     """When it is worth asking again, in whole milliseconds; None when nothing will change."""
     if job.state.is_final:
         return None
-    return min(MAX_POLL_MS, MIN_POLL_MS * (1 + (num_ahead or 0)))
+    held_ms = int((job.run_at - datetime.now(UTC)).total_seconds() * 1_000) if is_held(job) else 0
+    return min(MAX_POLL_MS, max(held_ms, MIN_POLL_MS * (1 + (num_ahead or 0))))
+
+
+def is_held(job: Job) -> bool:
+    """Whether `job` waits for a time that its client set."""
+    return job.state is JobState.QUEUED and job.error is None and job.run_at > datetime.now(UTC)
 
 
 _STATUS: dict[JobState, Status] = {
@@ -187,10 +193,10 @@ def error_of(error: dict[str, Any] | None) -> VideoError | None:
 
 
 def _queue_of(job: Job, num_ahead: int | None) -> Queue:
+    if is_held(job):
+        return Queue(position=None, ahead=None, reason="not_before")
     if job.state is not JobState.QUEUED:
         return Queue(position=None, ahead=None, reason=None)
-    if job.error is None and job.run_at > datetime.now(UTC):
-        return Queue(position=None, ahead=None, reason="not_before")
     return Queue(
         position=None if num_ahead is None else num_ahead + 1,
         ahead=num_ahead,

@@ -382,7 +382,8 @@ def delete_job(job_id: str, *, project: str) -> ReturningUpdate[Job]:
 def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
     """FAILED, CANCELLED or EXPIRED -> QUEUED as a new generation, which starts from nothing.
 
-    A deadline that has passed is dropped. No row: there is no such job, or it is in another state.
+    It still waits for its `not_before`; a deadline that has passed is dropped. No row: there is no such job, or it is
+    in another state.
     """
     return (
         update(Job)
@@ -398,7 +399,8 @@ def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
             progress=0,
             error=None,
             timings={},
-            run_at=func.now(),
+            # GREATEST leaves out a null
+            run_at=func.greatest(func.now(), func.to_timestamp(Job.request["not_before"].as_float())),
             deadline_at=case((_IS_LATE, None), else_=Job.deadline_at),
             started_at=None,
             finished_at=None,

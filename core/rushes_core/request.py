@@ -188,7 +188,7 @@ class ResolvedRequest:
                 "seconds": self.seconds,
                 "size_requested": self.size_requested,
                 "metadata": self.metadata,
-                **({} if self.not_before is None else {"not_before": int(self.not_before.timestamp())}),
+                **({} if self.not_before is None else {"not_before": self.not_before.timestamp()}),
             },
             **{name: time for name, time in times.items() if time is not None},
         }

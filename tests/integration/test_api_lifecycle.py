@@ -239,6 +239,13 @@ class TestTimes:
         assert held["status"] == "queued"
         assert held["queue"] == {"position": None, "ahead": None, "reason": "not_before"}
         assert (held["not_before"], held["deadline"]) == (start, start + 60)
+        assert client.get(f"/v1/videos/{video['id']}").headers["openai-poll-after-ms"] == "10000"
+        # nor when it is cancelled and retried meanwhile
+        act(client, video["id"], "cancel")
+        assert act(client, video["id"], "retry")["queue"]["reason"] == "not_before"
+        row = driver.row(video["id"])
+        assert row is not None
+        assert row.run_at == moment
         execute(driver, update(Job).where(Job.id == video["id"]).values(run_at=func.now()))
         assert get(client, video["id"])["queue"]["reason"] is None
 

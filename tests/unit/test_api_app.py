@@ -233,6 +233,7 @@ class TestCors:
         exposed = response.headers["access-control-expose-headers"]
         for name in ("Retry-After", "Content-Range", "ETag", "Content-Disposition", "Accept-Ranges", "x-request-id"):
             assert name in exposed
+        assert "Idempotent-Replayed" in exposed
 
     def test_another_page_may_not(self, client: TestClient) -> None:
         response = client.get("/healthz", headers={"Origin": "https://evil.example"})

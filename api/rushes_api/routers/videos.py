@@ -31,7 +31,7 @@ from rushes_api.deps import (
 )
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, Call, SentKey, fingerprint, take_effect
-from rushes_api.video import CONTENT_TYPE, Video, poll_after_ms, video_of
+from rushes_api.video import CONTENT_TYPE, Video, is_held, poll_after_ms, video_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -306,7 +306,7 @@ def _video(job: Job, state: State, *, num_ahead: int | None = None) -> Video:
 
 
 async def _num_ahead(job: Job, session: AsyncSession) -> int | None:
-    if job.state is not JobState.QUEUED:
+    if job.state is not JobState.QUEUED or is_held(job):
         return None
     return (await session.execute(jobs.num_ahead(job))).scalar_one()
 
