@@ -193,14 +193,17 @@ class Client:
 
 @dataclass
 class Load:
-    """Jobs that a thread posts while faults happen: short ones, some cancelled, some deleted."""
+    """Jobs that a thread posts while faults happen: short ones, some cancelled, retried, deleted or soon too late."""
 
     client: Client
     random: random.Random
     count: int
     gap_seconds: float = 0.15
     cancels: float = 0.1
+    retries: float = 0.4
+    """Share of the cancelled ones."""
     deletes: float = 0.08
+    deadlines: float = 0.05
     step_seconds: tuple[float, float] = (0.0, 0.06)
     tries: int = 20
     priorities: Sequence[str] = ("interactive", "normal", "bulk")
@@ -227,13 +230,18 @@ class Load:
                 return
             step = self.random.uniform(*self.step_seconds)
             priority = self.random.choice(self.priorities)
-            job_id = self.client.create(f"a wave [step {step:.3f}]", tries=self.tries, priority=priority)
             fate = self.random.random()
+            late = {"deadline": int(time.time()) + 2} if fate > 1 - self.deadlines and self.cancels else {}
+            prompt = f"a wave [step {step:.3f}]"
+            job_id = self.client.create(prompt, tries=self.tries, priority=priority, **late)
             if job_id is not None:
                 self.accepted.append(job_id)
                 if fate < self.cancels:
                     self._stop.wait(self.random.uniform(0, 0.5))
                     self.client.cancel(job_id)
+                    if self.random.random() < self.retries:
+                        self._stop.wait(self.random.uniform(0, 0.5))
+                        self.client.retry(job_id)
                 elif fate < self.cancels + self.deletes:
                     self._stop.wait(self.random.uniform(0, 0.5))
                     self.client.delete(job_id)
