@@ -1,6 +1,6 @@
 # `make help` lists the targets. Whatever takes more than two lines is a script in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test faults check lock clean
+.PHONY: help setup demo up test faults check bench-kernels lock clean
 
 # two busy processes on few cores otherwise spin against each other in OpenMP's barriers
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -36,6 +36,9 @@ lock: ## resolve requirements/cpu.lock anew; needs uv (FIND_LINKS=DIR where the 
 
 clean: ## remove the environment, caches and the demo's state; .state and out/ stay
 	@scripts/clean.sh
+
+bench-kernels: setup ## time every kernel on the CUDA device, one JSON line a case; refuses when its tests fail
+	@for name in block_sparse_attention tile_kernels; do $(BIN)/python kernels/benchmarks/$$name.py || exit 1; done
 
 ##@ Help
 

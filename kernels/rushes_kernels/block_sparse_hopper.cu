@@ -23,7 +23,7 @@ struct alignas(64) TensorMap {
 constexpr int ROWS = 64, DIM = 128, GROUP = 3, STAGES = 6, BARRIERS = 32, MAX_STEP = BARRIERS - STAGES;
 constexpr int TILE_BYTES = ROWS * DIM * 2, SLOT_BYTES = 2 * TILE_BYTES;
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
-constexpr int MAX_TILES = 4096, MERGE_THREADS = 256;
+constexpr int MERGE_THREADS = 256;
 constexpr int NUM_CLASSES = (1 << GROUP) - 1;
 // entries: shared list `tile | users << 16`; own list `step | (valid - 1) << 16 | TOUCH`
 constexpr int TOUCH = 1 << 24;
@@ -377,10 +377,10 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
     attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* queries,
            u32* outputs, const int* units, int max_units, float log2_scale, const __grid_constant__ Plan plan) {
-    extern __shared__ char memory[];
+    extern __shared__ int scratch[];
     Ring ring;
     // opaque to the compiler, which otherwise works the base out anew at every use
-    asm volatile("mov.b32 %0, %1;" : "=r"(ring.slots) : "r"((u32)__cvta_generic_to_shared(memory) + 1023 & ~1023u));
+    asm volatile("mov.b32 %0, %1;" : "=r"(ring.slots) : "r"((u32)__cvta_generic_to_shared(scratch) + 1023 & ~1023u));
     ring.full = ring.slots + STAGES * SLOT_BYTES;
     ring.empty = ring.full + 8 * BARRIERS;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -403,17 +403,21 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
 // ---- lists
 
 // selected: (heads, video query tiles, max_selected) key tiles, of which the first counts[...] count; sizes: valid rows
-// of every tile. One block a list. Entries out of range are dropped and doubled ones taken once.
+// of every tile; up to 4,096 tiles. One block a list, 8 bytes of shared memory a tile. Entries out of range are dropped
+// and doubled ones taken once.
 //
 // Order of a shared list: tiles fall into classes by the subset of query tiles that use them. Every class is in
 // ascending order and spread evenly over the list, so that the warpgroups advance alike and all blocks sweep the keys
 // of a head in step: the i-th of m elements of a class stands at (i + 1/2) / m, of equal ones the lower class first.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-    merge_lists(const int* selected, const int* counts, const int* sizes, int max_selected,
-                const __grid_constant__ Plan plan) {
-    // merged: tile | users << 16 | (valid - 1) << 24
-    __shared__ int users[MAX_TILES], merged[MAX_TILES];
-    __shared__ u64 warp_totals[2][MERGE_THREADS / 32], reciprocals[1 + NUM_CLASSES];
+    merge_lists(const int* __restrict__ selected, const int* __restrict__ counts, const int* __restrict__ sizes,
+                int max_selected, const __grid_constant__ Plan plan) {
+    extern __shared__ int scratch[];
+    // by_class: tile | class << 16, class after class; merged: tile | users << 16 | (valid - 1) << 24
+    int *users = scratch, *by_class = scratch + plan.num_tiles, *merged = users;
+    __shared__ u64 warp_totals[2][MERGE_THREADS / 32];
+    __shared__ u32 class_size[NUM_CLASSES], class_begin[NUM_CLASSES], reciprocal_low[NUM_CLASSES],
+        reciprocal_high[NUM_CLASSES];
     const int list = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32, n = plan.num_tiles;
     const int head = (list - 1) / max(plan.video_groups, 1), group = (list - 1) % max(plan.video_groups, 1);
     const int first = group * GROUP, video = n - plan.num_prefix_tiles;
@@ -421,23 +425,29 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 
     for (int i = thread; i < n; i += MERGE_THREADS) users[i] = !list || i < plan.num_prefix_tiles ? everybody : 0;
     __syncthreads();
-    for (int user = 0; list && user < present; user++) {
-        const i64 query = (i64)head * video + first + user;
-        const int count = min(counts[query], max_selected);
-        for (int i = thread; i < count; i += MERGE_THREADS) {
-            const int tile = selected[query * max_selected + i];
-            if (0 <= tile && tile < n) atomicOr(&users[tile], 1 << user);
-        }
+    const i64 query = (i64)head * video + first;
+    int listed[GROUP];
+#pragma unroll
+    for (int user = 0; user < GROUP; user++)
+        listed[user] = list && user < present ? min(counts[query + user], max_selected) : 0;
+    for (int i = thread; i < max_selected; i += MERGE_THREADS) {
+        int tile[GROUP];
+#pragma unroll
+        for (int user = 0; user < GROUP; user++)
+            tile[user] = i < listed[user] ? selected[(query + user) * max_selected + i] : -1;
+#pragma unroll
+        for (int user = 0; user < GROUP; user++)
+            if (0 <= tile[user] && tile[user] < n) atomicOr(&users[tile[user]], 1 << user);
     }
     __syncthreads();
 
-    // how many tiles of each class come before this thread's share of them: counters of 16 bits, 4 in a word
+    // how many tiles of each class come before this thread's share of them: counters of 16 bits, class c in word c / 4
     const int share = (n + MERGE_THREADS - 1) / MERGE_THREADS, begin = thread * share, end = min(n, begin + share);
-    u64 own[2] = {0, 0}, before[2], total[2] = {0, 0};
+    u64 own[2] = {0, 0}, before[2];
     for (int i = begin; i < end; i++) {
-        const u64 one = users[i] ? 1ull << (users[i] - 1) % 4 * 16 : 0;
-        own[0] += users[i] <= 4 ? one : 0;
-        own[1] += users[i] > 4 ? one : 0;
+        const int c = users[i] - 1;
+        own[0] += 0 <= c && c < 4 ? 1ull << c * 16 : 0;
+        own[1] += c >= 4 ? 1ull << (c - 4) * 16 : 0;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -450,39 +460,52 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
         before[half] = sum - own[half];
     }
     __syncthreads();
+    if (warp == 0) {
+        const int c = lane;
+        u32 size = 0;
+        if (c < NUM_CLASSES)
+            for (int i = 0; i < MERGE_THREADS / 32; i++) size += warp_totals[c / 4][i] >> c % 4 * 16 & 0xffff;
+        u32 sum = size;
+        for (int distance = 1; distance < 8; distance *= 2) {
+            const u32 other = __shfl_up_sync(~0u, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        if (c < NUM_CLASSES) {
+            // x / d = x * ceil(2^38 / d) >> 38 for x < 2^26 and d <= 2^12
+            const u64 reciprocal = size ? ((1ull << 38) + size - 1) / size : 0;
+            class_size[c] = size;
+            class_begin[c] = sum - size;
+            reciprocal_low[c] = (u32)reciprocal;
+            reciprocal_high[c] = (u32)(reciprocal >> 32);
+        }
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        for (int i = 0; i < MERGE_THREADS / 32; i++) {
-            if (i < warp) before[half] += warp_totals[half][i];
-            total[half] += warp_totals[half][i];
-        }
-    int size[1 + NUM_CLASSES], length = 0;
-    size[0] = 0;
-#pragma unroll
-    for (int c = 1; c <= NUM_CLASSES; c++) length += size[c] = (int)(total[(c - 1) / 4] >> (c - 1) % 4 * 16 & 0xffff);
-    // x / d = x * ceil(2^38 / d) >> 38 for x < 2^26 and d <= 2^12
-    if (1 <= thread && thread <= NUM_CLASSES) {
-        const u32 mine = (thread <= 4 ? total[0] : total[1]) >> (thread - 1) % 4 * 16 & 0xffff;
-        reciprocals[thread] = mine ? ((1ull << 38) + mine - 1) / mine : 0;
+        for (int i = 0; i < warp; i++) before[half] += warp_totals[half][i];
+    __syncthreads();
+    for (int i = begin; i < end; i++) {
+        const int c = users[i] - 1;
+        if (c < 0) continue;
+        const int shift = c % 4 * 16;
+        by_class[class_begin[c] + ((c < 4 ? before[0] : before[1]) >> shift & 0xffff)] = i | c << 16;
+        before[0] += c < 4 ? 1ull << shift : 0;
+        before[1] += c >= 4 ? 1ull << shift : 0;
     }
+    const int length = class_begin[NUM_CLASSES - 1] + class_size[NUM_CLASSES - 1];
     __syncthreads();
 
-    for (int i = begin; i < end; i++) {
-        const int mine = users[i];
-        if (!mine) continue;
-        const int shift = (mine - 1) % 4 * 16, rank = (int)((mine <= 4 ? before[0] : before[1]) >> shift & 0xffff);
-        before[0] += mine <= 4 ? 1ull << shift : 0;
-        before[1] += mine > 4 ? 1ull << shift : 0;
-        const u64 reciprocal = reciprocals[mine];
-        int position = rank;
+    for (int i = thread; i < length; i += MERGE_THREADS) {
+        const int entry = by_class[i], tile = entry & 0xffff, mine = entry >> 16;
+        const u32 low = reciprocal_low[mine], high = reciprocal_high[mine], twice = 2 * (i - class_begin[mine]) + 1;
+        u32 position = 0;
+        // of every class, its own included, the elements (j + 1/2) / size[c] before (rank + 1/2) / size[mine]
 #pragma unroll
-        for (int c = 1; c <= NUM_CLASSES; c++) {
-            if (c == mine || !size[c]) continue;
-            // elements of class c at (j + 1/2) / size[c] before (rank + 1/2) / size[mine]
-            const int scaled = (2 * rank + 1) * size[c] - (c < mine ? 0 : 1);
-            position += min(size[c], ((int)(scaled * reciprocal >> 38) + 1) / 2);
+        for (int c = 0; c < NUM_CLASSES; c++) {
+            const u32 scaled = twice * class_size[c] - (c < mine ? 0 : 1);
+            const u32 quotient = __umulhi(scaled, low) + scaled * high >> 6;
+            position += min(class_size[c], (quotient + 1) / 2);
         }
-        merged[position] = i | mine << 16 | (sizes[i] - 1 & 63) << 24;
+        merged[position] = tile | mine + 1 << 16 | (sizes[tile] - 1 & 63) << 24;
     }
     __syncthreads();
 

@@ -61,6 +61,7 @@ def attend(
         [_pointer(lists_HVL), _pointer(counts_HV), _pointer(sizes_n), ctypes.c_int(L), plan],
         blocks=num_lists,
         threads=MERGE_THREADS,
+        shared_memory=8 * n,
     )
 
     units = _schedule(H, prefix_groups, video_groups, n, longest, device)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
 _MAX_DYNAMIC_SHARED_MEMORY = 8
+_SHARED_MEMORY_WITHOUT_ASKING = 48 << 10
 
 
 class KernelError(RuntimeError):
@@ -52,7 +53,8 @@ class Module:
         options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
         self._device = device
         self._handle = ctypes.c_void_p()
-        self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._shared_memory: dict[str, int] = {}
         text = source.read_bytes()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
@@ -85,14 +87,14 @@ class Module:
         return _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary)) == 0
 
     def _function(self, name: str, shared_memory: int) -> ctypes.c_void_p:
-        key = (name, shared_memory)
-        if key not in self._functions:
+        if name not in self._functions:
             function = ctypes.c_void_p()
             _call("cuModuleGetFunction", ctypes.byref(function), self._handle, name.encode())
-            if shared_memory:
-                _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_MEMORY, shared_memory)
-            self._functions[key] = function
-        return self._functions[key]
+            self._functions[name] = function
+        if shared_memory > self._shared_memory.get(name, _SHARED_MEMORY_WITHOUT_ASKING):
+            _call("cuFuncSetAttribute", self._functions[name], _MAX_DYNAMIC_SHARED_MEMORY, shared_memory)
+            self._shared_memory[name] = shared_memory
+        return self._functions[name]
 
 
 class TensorMap(ctypes.Structure):

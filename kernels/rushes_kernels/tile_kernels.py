@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_LEAST_COLUMNS = 1024
+"""Fewer columns would be other kernels to compile and no faster ones."""
+_CHOOSE_WARPS = 2
+
 
 def pack_tiles(x_SHD: Tensor, rows_nB: Tensor, sizes_n: Tensor) -> tuple[Tensor, Tensor]:
     """Rows into the places of their tiles, and the means over the valid rows of each tile.
@@ -41,7 +45,7 @@ def pack_tiles(x_SHD: Tensor, rows_nB: Tensor, sizes_n: Tensor) -> tuple[Tensor,
 def choose_tiles(scores_Hnn: Tensor, P: int, k: int) -> Tensor:
     """For every video tile the k video tiles of the largest scores; of equal scores the lower tile wins.
 
-    No sort: the k-th largest score is found bit by bit, by counting.
+    No sort: a score that k others reach is found bit by bit, by counting.
 
     Args:
         scores_Hnn: (H, n, n) fp32, rows contiguous. NaN ranks with minus infinity.
@@ -59,7 +63,7 @@ def choose_tiles(scores_Hnn: Tensor, P: int, k: int) -> Tensor:
     with torch.cuda.device(scores_Hnn.device):
         _choose_kernel[(V, H)](
             scores_Hnn, lists_HVk, scores_Hnn.stride(0), scores_Hnn.stride(1), P, V, k,
-            COLUMNS=max(32, triton.next_power_of_2(V)), num_warps=4,
+            COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(V)), num_warps=_CHOOSE_WARPS,
         )  # fmt: skip
     return lists_HVk
 
@@ -112,7 +116,7 @@ def _pack_kernel(
     tl.store(means_ptr + out * D + channel, total / size.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["P", "V", "k"])
+@triton.jit(do_not_specialize=["head_stride", "row_stride", "P", "V", "k"])
 def _choose_kernel(scores_ptr, lists_ptr, head_stride, row_stride, P, V, k, COLUMNS: tl.constexpr):
     query = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -125,12 +129,16 @@ def _choose_kernel(scores_ptr, lists_ptr, head_stride, row_stride, P, V, k, COLU
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     # integers in the order of the floats; columns past the end get one below all of them
     key = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
+    # the largest threshold that k keys reach, bit by bit; the first step leads from the lowest integer to 0
     threshold = tl.full((), -(2**31), tl.int32)
-    for turn in tl.static_range(32):
-        # the first step goes from the lowest integer to 0
-        candidate = tl.full((), 0, tl.int32) if turn == 0 else threshold + (1 << (31 - turn))
-        enough = tl.sum((key >= candidate).to(tl.int32), 0) >= k
-        threshold = tl.where(enough, candidate, threshold)
+    step = tl.full((), -(2**31), tl.int32)
+    reached = tl.full((), COLUMNS, tl.int32)
+    while (step != 0) & (reached != k):
+        candidate = threshold + step
+        count = tl.sum((key >= candidate).to(tl.int32), 0)
+        threshold = tl.where(count >= k, candidate, threshold)
+        reached = tl.where(count >= k, count, reached)
+        step = (step >> 1) & 0x7FFFFFFF
     above = key > threshold
     level = key == threshold
     vacant = k - tl.sum(above.to(tl.int32), 0)

@@ -219,6 +219,24 @@ def video_sparse_attention(
     return out_HSD.transpose(0, 1).contiguous()
 
 
+def prepare_video_sparse_attention(
+    provider: Provider, device: torch.device | str, *, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Compile what `provider` needs, so that no clip waits for it. Kernels that a cache on disk holds are loaded.
+
+    Raises:
+        KernelError: a kernel does not compile.
+    """
+    if provider is Provider.TORCH:
+        return
+    # the choice of tiles has a kernel for every power of two of video tiles from 1,024 on
+    for num_video_tiles in (1, 1025, 2049):
+        tiles = tile_map([1], (1, 1, 4 * num_video_tiles)).to(device)
+        x_SHD = torch.zeros(tiles.num_rows, 1, head_dim, dtype=dtype, device=device)
+        video_sparse_attention(x_SHD, x_SHD, x_SHD, x_SHD, tiles, sparsity=0.9, provider=provider)
+    torch.cuda.synchronize(device)
+
+
 def _by_kernels(
     q_SHD: Tensor,
     k_SHD: Tensor,
@@ -234,7 +252,8 @@ def _by_kernels(
     (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = (
         pack_tiles(x, tiles.rows_nB, tiles.sizes_n) for x in (q_SHD, k_SHD, v_SHD)
     )
-    scores_Hnn = q_HnD @ k_HnD.transpose(1, 2) * q_SHD.shape[-1] ** -0.5
+    scale = q_SHD.shape[-1] ** -0.5
+    scores_Hnn = torch.baddbmm(q_HnD.new_empty(1, 1, 1), q_HnD, k_HnD.transpose(1, 2), beta=0, alpha=scale)
     lists_HVk = choose_tiles(scores_Hnn, tiles.num_prefix_tiles, k)
     fine_HnBD = block_sparse_attention(
         q_HnBD,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from rushes_kernels.norm import rms_norm_modulate, rms_norm_rotate
+from rushes_kernels.providers import Provider
 from rushes_kernels.video_sparse_attention import video_sparse_attention
 from torch import Tensor
 
@@ -29,9 +30,11 @@ class Block:
         heads: slice,
         sparsity: float,
         parallel: SequenceParallel,
+        provider: Provider | None = None,
     ) -> None:
         self._config = config
         self._sparsity = sparsity
+        self._provider = provider
         self._parallel = parallel
         self._norm1 = parameters.get("norm1.weight")
         self._norm2 = parameters.get("norm2.weight")
@@ -72,5 +75,7 @@ class Block:
         eps = self._config.qk_norm_eps
         q_ShD = rms_norm_rotate(q_ShD, self._attention.norm_q, sequence.cos_SR, sequence.sin_SR, eps)
         k_ShD = rms_norm_rotate(k_ShD, self._attention.norm_k, sequence.cos_SR, sequence.sin_SR, eps)
-        out_ShD = video_sparse_attention(q_ShD, k_ShD, v_ShD, gate_ShD, sequence.tiles, sparsity=self._sparsity)
+        out_ShD = video_sparse_attention(
+            q_ShD, k_ShD, v_ShD, gate_ShD, sequence.tiles, sparsity=self._sparsity, provider=self._provider
+        )
         return self._parallel.heads_to_rows(out_ShD)

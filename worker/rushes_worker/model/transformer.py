@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rushes_core.log import get_logger
 from rushes_kernels.norm import rms_norm_modulate
+from rushes_kernels.providers import Provider, choose_provider
+from rushes_kernels.video_sparse_attention import prepare_video_sparse_attention
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
@@ -25,6 +28,8 @@ from rushes_worker.model.sequence import Modality, PackedSequence
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.schedule import Schedule
 
+log = get_logger(__name__)
+
 
 class Transformer:
     """The transformer of one student, on one rank, for one schedule.
@@ -35,9 +40,11 @@ class Transformer:
         sparsity: share of video tiles that a video tile does not attend to.
         dtype: of linear layers and activations; both input projections, the time embedding and both output heads are
             fp32 whatever it is.
+        attention: what computes the fine branch; None takes the fastest provider of the device.
 
     Raises:
-        ValueError: the ranks do not divide the heads.
+        ValueError: the ranks do not divide the heads, or the provider cannot serve on this device.
+        KernelError: a kernel of the provider does not compile.
     """
 
     def __init__(
@@ -50,7 +57,12 @@ class Transformer:
         device: torch.device | str,
         dtype: torch.dtype,
         parallel: SequenceParallel,
+        attention: Provider | str | None = None,
     ) -> None:
+        head_dim = config.attention_head_dim
+        provider = choose_provider(device, dtype=dtype, head_dim=head_dim, wanted=attention)
+        prepare_video_sparse_attention(provider, device, dtype=dtype, head_dim=head_dim)
+        log.info("attention_provider_chosen", provider=provider, device=str(device), asked_for=attention)
         heads = parallel.own_heads(config.num_attention_heads)
         parameters = Parameters(weights, torch.device(device), dtype)
         self._config = config
@@ -58,7 +70,7 @@ class Transformer:
         self._refiner = Refiner(config, parameters)
         self._modulation = Modulation(config, parameters, schedule)
         self._blocks = [
-            Block(config, parameters.under(f"transformer_blocks.{i}"), heads, sparsity, parallel)
+            Block(config, parameters.under(f"transformer_blocks.{i}"), heads, sparsity, parallel, provider)
             for i in range(config.num_layers)
         ]
         self._inputs = {
