@@ -1,6 +1,7 @@
 """One attempt at a job, as its client sees it."""
 
 import re
+from hashlib import sha256
 from typing import Literal
 
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ class VideoAttempt(BaseModel):
     attempt: int
     """Counts within the generation. One that was given back without a fault does not count: the next has its number."""
     worker: str
+    """The same for the same replica, restarted or not. Its own name is not told: that may be the name of a host."""
     status: AttemptStatus
     """`requeued`: given back, or lost, and the job waits for another attempt."""
     crashed: bool
@@ -48,7 +50,7 @@ def attempt_of(row: JobAttempt) -> VideoAttempt:
         object="video.attempt",
         generation=row.generation,
         attempt=row.attempt,
-        worker=row.lease_owner.partition("#")[0],
+        worker=_worker(row.lease_owner),
         status=_STATUS[row.outcome],
         crashed=row.crashed,
         claimed_at=int(row.claimed_at.timestamp()),
@@ -56,6 +58,11 @@ def attempt_of(row: JobAttempt) -> VideoAttempt:
         finished_at=unix_or_none(row.finished_at),
         error=error_of(row.error),
     )
+
+
+def _worker(owner: str) -> str:
+    name = owner.partition("#")[0]
+    return f"worker_{sha256(name.encode()).hexdigest()[:12]}"
 
 
 def fence_of(attempt_id: str) -> int | None:

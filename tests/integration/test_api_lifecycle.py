@@ -191,11 +191,17 @@ class TestAttempts:
         assert (running["generation"], running["attempt"], running["status"]) == (1, 2, "in_progress")
         assert running["finished_at"] is running["error"] is None
 
-    def test_a_worker_is_a_name_that_outlives_it(self, client: TestClient, driver: JobDriver) -> None:
+    def test_a_worker_has_one_name_that_hides_its_host(self, client: TestClient, driver: JobDriver) -> None:
         video_id = create(client)["id"]
-        driver.claim(video_id)
-        execute(driver, update(JobAttempt).where(JobAttempt.job_id == video_id).values(lease_owner="gpu-3-r0#01JX"))
-        assert attempts(client, video_id)["data"][0]["worker"] == "gpu-3-r0"
+        names: list[str] = []
+        for owner in ("gpu-3-r0#1", "gpu-3-r0#2", "gpu-3-r1#3"):
+            driver.fail(video_id, code="generation_failed", message="no")
+            taken = update(JobAttempt).where(JobAttempt.job_id == video_id, JobAttempt.lease_owner == driver.OWNER)
+            execute(driver, taken.values(lease_owner=owner))
+            act(client, video_id, "retry")
+            names.append(attempts(client, video_id)["data"][-1]["worker"])
+        assert names[0] == names[1] != names[2]
+        assert "gpu-3" not in client.get(f"/v1/videos/{video_id}/attempts").text
 
     def test_errors_name_no_hosts_and_no_paths(self, client: TestClient, driver: JobDriver) -> None:
         video_id = create(client)["id"]

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Video
 from rushes_core.settings import Settings
 from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver
 from support.checkpoints import tiny_checkpoint
@@ -76,6 +77,26 @@ class TestSdk:
         assert sdk.videos.delete(video.id).deleted is True
         with pytest.raises(openai.NotFoundError):
             sdk.videos.retrieve(video.id)
+
+    def test_a_call_with_a_key_may_be_repeated(self, sdk: OpenAI, http: httpx.Client) -> None:
+        headers = {"Idempotency-Key": "an SDK's"}
+        extra = {"metadata": {"b": "1", "a": "2"}, "seed": 7}
+        made = [sdk.videos.create(prompt="a dog", seconds="8", extra_body=extra, extra_headers=headers) for _ in "ab"]
+        # the older line sends JSON
+        as_json = http.post("/v1/videos", json={"prompt": "a dog", "seconds": "8", **extra}, headers=headers)
+        assert {video.id for video in made} == {as_json.json()["id"]}
+        with pytest.raises(openai.UnprocessableEntityError):
+            sdk.videos.create(prompt="a cat", extra_headers=headers)
+
+    def test_a_job_is_cancelled_once_and_retried_once(self, sdk: OpenAI) -> None:
+        video = sdk.videos.create(prompt="a dog")
+        assert sdk.post(f"/videos/{video.id}/cancel", cast_to=Video).status == "cancelled"
+        assert sdk.videos.poll(video.id).status == "cancelled"
+        assert sdk.post(f"/videos/{video.id}/retry", cast_to=Video).status == "queued"
+        with pytest.raises(openai.ConflictError) as caught:
+            sdk.post(f"/videos/{video.id}/retry", cast_to=Video)
+        # the SDK did not try again by itself
+        assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
 
     def test_polling_ends_with_a_failure(self, sdk: OpenAI, driver: JobDriver) -> None:
         video = sdk.videos.create(prompt="a dog")
