@@ -203,6 +203,18 @@ class TestAttempts:
         assert names[0] == names[1] != names[2]
         assert "gpu-3" not in client.get(f"/v1/videos/{video_id}/attempts").text
 
+    def test_one_that_was_given_back_has_no_error(self, client: TestClient, driver: JobDriver) -> None:
+        video_id = create(client)["id"]
+        driver.lose(video_id)
+        job = driver.start(video_id)
+        assert job.fence is not None
+        execute(driver, jobs.release(video_id, fence=job.fence))
+        driver.start(video_id)
+        lost, released, running = attempts(client, video_id)["data"]
+        assert (lost["attempt"], lost["error"]["code"]) == (1, "worker_lost")
+        assert (released["attempt"], released["status"], released["error"]) == (2, "requeued", None)
+        assert (running["attempt"], running["status"]) == (2, "in_progress")
+
     def test_errors_name_no_hosts_and_no_paths(self, client: TestClient, driver: JobDriver) -> None:
         video_id = create(client)["id"]
         message = "cannot write /var/lib/rushes/x.mp4 to http://10.0.0.7:8333/clips?a=b: 3/4 units, and/or 24 fps"
