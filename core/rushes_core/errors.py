@@ -9,6 +9,7 @@ RushesError
 ├── TransitionRefused           the job is not in a state that allows the move
 └── GenerationError             raised while a job runs, stored on the job
     ├── InvalidOutput           the clip that came out breaks its own contract
+    ├── OutOfMemory             a rank's device had no memory left
     └── WorkerLost              the rank group ended under the job
 """
 
@@ -75,6 +76,12 @@ class InvalidOutput(GenerationError):
     """The clip that came out breaks its own contract: wrong counts, no sound, not finite, blank."""
 
     code = "invalid_output"
+
+
+class OutOfMemory(GenerationError):
+    """A rank's device had no memory left for the job."""
+
+    code = "out_of_memory"
 
 
 class WorkerLost(GenerationError):

@@ -49,8 +49,9 @@ def request(
     width: int = 64,
     height: int = 96,
     num_frames: int = 107,
+    low_memory: bool = False,
 ) -> RenderRequest:
-    return RenderRequest("job", 1, prompt, seed, width, height, num_frames)
+    return RenderRequest("job", 1, prompt, seed, width, height, num_frames, low_memory)
 
 
 def render_on_rank(

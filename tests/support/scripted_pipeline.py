@@ -8,6 +8,8 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [hang at step 3]           every rank sleeps for good
     [invalid] [value error] [generation error] [raise]    what is raised, by every rank, after the first step
     [raise rank 1]             a bug on one rank only
+    [out of memory at step 3]  no device memory left; also [out of memory encoding] and [out of memory decoding]
+    [large]                    the same while decoding, unless the request is for the plan that needs less memory
     [nan]                      the sound is not finite
     [blank]                    one flat colour and silence, which no valid clip is
     [missing unit]             the last unit is never handed over
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
-from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory
 from rushes_worker.pipeline.base import RenderRequest, Reporter
 
 NUM_STEPS = 8
@@ -47,12 +49,16 @@ class ScriptedPipeline:
         clip = Clip(request.num_frames)
         reporter.progress("encoding")
         time.sleep(script.seconds("sleep"))
+        if script.has("out of memory encoding"):
+            raise OutOfMemory("no memory left")
         for step in range(1, NUM_STEPS + 1):
             reporter.checkpoint()
             script.meet_fate(step)
             time.sleep(script.seconds("step"))
             reporter.progress("denoising", step)
         reporter.progress("decoding")
+        if script.has("out of memory decoding") or (script.has("large") and not request.low_memory):
+            raise OutOfMemory("no memory left")
         self._decode(request, reporter, script, clip.num_units)
         if self._rank == 0:
             reporter.audio(_sound(request, clip, script))
@@ -121,5 +127,7 @@ class _Script:
             raise ValueError("bad reference")
         elif name == "generation error":
             raise GenerationError("the latents are not finite", stage="denoising")
+        elif name == "out of memory":
+            raise OutOfMemory("no memory left", stage="denoising")
         elif name == "raise":
             raise RuntimeError("a bug")

@@ -5,6 +5,7 @@ its supervisor, and its supervisor ends it when another rank of the group is los
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 import structlog
-from rushes_core.errors import GenerationError, InvalidRequest, RushesError
+from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent
@@ -23,6 +24,9 @@ from rushes_worker.pipeline.base import Cancelled, Pipeline
 from rushes_worker.reporter import Agreement, RankReporter, alone
 
 log = get_logger("rushes_worker.rank")
+
+_EXHAUSTED = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What libraries below torch's allocator say of a device without memory."""
 
 
 class Rank:
@@ -56,26 +60,44 @@ class Rank:
         except InvalidRequest as error:
             return Refused(command.serial, str(error))
         except Exception as error:
-            return self._failure(command, error)
+            return self._failure(command, error, reporter.phase)
         return Done(command.serial)
 
-    def _failure(self, command: Render, error: Exception) -> Failed:
+    def _failure(self, command: Render, error: Exception, phase: str | None) -> Failed:
         """What went wrong, and whether the rank can go on.
 
         Errors that are raised on purpose come from every rank at the same place, so the group is still in step after
-        them; its supervisor makes sure that all ranks reported one.
+        them; its supervisor makes sure that all ranks reported one. Memory may run out on one rank alone, or on
+        several in different places: then a collective waits for good, on the host or on the device, and not every
+        rank reports.
         """
-        on_purpose = isinstance(error, RushesError | ValueError)
+        exhausted = is_out_of_memory(error)
+        on_purpose = isinstance(error, RushesError | ValueError) or exhausted
         kind = type(error).__name__
-        return Failed(
+        failed = Failed(
             command.serial,
             kind=kind,
-            code=error.code if isinstance(error, RushesError) else GenerationError.code,
+            code=_code(error, exhausted),
             message=str(error) if isinstance(error, RushesError) else f"The pipeline failed ({kind}).",
-            stage=error.stage if isinstance(error, GenerationError) else None,
+            stage=(error.stage if isinstance(error, GenerationError) else None) or phase,
             traceback="".join(traceback.format_exception(error)),
             intact=on_purpose and self._device_works(),
         )
+        if exhausted and failed.intact:
+            self._free_memory(error)
+        return failed
+
+    def _free_memory(self, error: BaseException) -> None:
+        """Give back what the failed render held, `error`'s stack frames included."""
+        linked: BaseException | None = error
+        while linked is not None:
+            traceback.clear_frames(linked.__traceback__)
+            linked = linked.__cause__ or linked.__context__
+        gc.collect()
+        if self._boot.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.empty_cache()
 
     def _device_works(self) -> bool:
         if not self._boot.device.startswith("cuda"):
@@ -87,6 +109,20 @@ class Rank:
         except RuntimeError:
             return False
         return True
+
+
+def _code(error: Exception, exhausted: bool) -> str:
+    if exhausted:
+        return OutOfMemory.code
+    return error.code if isinstance(error, RushesError) else GenerationError.code
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device had no memory left."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, OutOfMemory) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _EXHAUSTED)
 
 
 def _open_device(boot: Boot) -> str:

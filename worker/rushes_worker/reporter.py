@@ -27,8 +27,11 @@ class RankReporter:
         self._connection = connection
         self._agree = agree
         self._stop = False
+        self.phase: str | None = None
+        """What this rank entered last."""
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
+        self.phase = phase
         if self._rank == 0:
             self._connection.send(Advanced(self._command.serial, phase, completed_steps))
 

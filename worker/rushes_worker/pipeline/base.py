@@ -23,13 +23,15 @@ class RenderRequest:
     width: int
     height: int
     num_frames: int
+    low_memory: bool = False
+    """An attempt ran out of device memory: spend time to need less of it."""
 
 
 class Reporter(Protocol):
-    """What a pipeline tells while it renders. Every rank holds one; only what the rank owns is reported through it."""
+    """What a pipeline tells while it renders. Every rank holds one and hands over what it owns through it."""
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
-        """Enter `phase` (`encoding`, `denoising`, `decoding`) or report a finished denoise step."""
+        """Enter `phase` (`encoding`, `denoising`, `decoding`) or report a finished denoise step; said by every rank."""
         ...
 
     def checkpoint(self) -> None:
@@ -49,7 +51,10 @@ class Pipeline(Protocol):
     """A loaded model on one rank of a replica."""
 
     def render(self, request: RenderRequest, reporter: Reporter) -> None:
-        """Render `request`. Raises `Cancelled`, or `InvalidRequest` for what the request itself caused."""
+        """Render `request`. Raises `Cancelled`, or `InvalidRequest` for what the request itself caused.
+
+        `OutOfMemory`, or torch's own error for it, has the job tried once more with `low_memory`.
+        """
         ...
 
 

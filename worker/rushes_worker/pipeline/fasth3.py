@@ -115,14 +115,14 @@ class FastH3Pipeline:
         shape = _ClipShape.plan(request, self._config, self._video_vae.config.spatial_compression)
         token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
 
-        self._progress(reporter, "encoding")
+        self._enter(reporter, "encoding", request)
         text_rows = self._transformer.refine(self._encode(token_ids))
         reporter.checkpoint()
 
-        self._progress(reporter, "denoising")
+        self._enter(reporter, "denoising", request)
         audio_rows, video_rows = self._denoise(request.seed, text_rows, shape, reporter)
 
-        self._progress(reporter, "decoding")
+        self._enter(reporter, "decoding", request)
         latents_CTHW = unpatchify(
             video_rows,
             self._config.patch_size,
@@ -130,7 +130,7 @@ class FastH3Pipeline:
             latent_height=shape.latent_height,
             latent_width=shape.latent_width,
         )
-        self._decode_video(latents_CTHW, reporter)
+        self._decode_video(latents_CTHW, reporter, tile_batch=1 if request.low_memory else None)
         self._decode_audio(audio_rows, shape.clip, reporter)
 
     @property
@@ -141,9 +141,11 @@ class FastH3Pipeline:
     def _is_last(self) -> bool:
         return self._parallel.rank == self._parallel.size - 1
 
-    def _progress(self, reporter: Reporter, phase: str, completed_steps: int = 0) -> None:
-        if self._is_first:
-            reporter.progress(phase, completed_steps)
+    def _enter(self, reporter: Reporter, phase: str, request: RenderRequest) -> None:
+        reporter.progress(phase)
+        if request.low_memory and self._device.type == "cuda":
+            # blocks cached in the sizes of one stage are of no use to the next
+            torch.cuda.empty_cache()
 
     def _encode(self, token_ids: list[int]) -> Tensor:
         """(L, text_dim) states of the text encoder, on every rank."""
@@ -173,7 +175,7 @@ class FastH3Pipeline:
         )
 
         def after_step(completed_steps: int) -> None:
-            self._progress(reporter, "denoising", completed_steps)
+            reporter.progress("denoising", completed_steps)
             reporter.checkpoint()
 
         audio_rows, video_rows = denoise(
@@ -189,7 +191,7 @@ class FastH3Pipeline:
             raise InvalidOutput("the denoised latents are not finite", stage="denoising")
         return audio_rows, video_rows
 
-    def _decode_video(self, latents_CTHW: Tensor, reporter: Reporter) -> None:
+    def _decode_video(self, latents_CTHW: Tensor, reporter: Reporter, *, tile_batch: int | None) -> None:
         """Decode this rank's units. A unit's first frames fade in over the tail of the unit before, which the rank
         before decodes in the same round; rank 0 gets it one round earlier from the last rank."""
         units = self._video_vae.units
@@ -201,7 +203,7 @@ class FastH3Pipeline:
             unit = first + self._parallel.rank
             body, tail, is_finite = None, no_tail, True
             if unit < num_units:
-                frames = self._video_vae.decode_unit(latents_CTHW[:, units.latent_frames(unit)])
+                frames = self._video_vae.decode_unit(latents_CTHW[:, units.latent_frames(unit)], tile_batch=tile_batch)
                 body, tail = units.split(frames)
                 is_finite = bool(frames.isfinite().all())
             if self._parallel.any(not is_finite):
