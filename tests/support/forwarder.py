@@ -1,4 +1,5 @@
-"""A door to a server that a test can shut: TCP connections are passed on while it is open, refused while it is not."""
+"""A door to a server that a test can open and shut: TCP connections are passed on while it is open, refused and cut
+while it is not."""
 
 import socket
 import threading
@@ -16,10 +17,10 @@ class Forwarder:
         assert parts.hostname is not None
         assert parts.port is not None
         self._target = (parts.hostname, parts.port)
-        # bound and not listening: the port is refused, and nobody else's
-        self._listener = socket.socket()
-        self._listener.bind(("127.0.0.1", 0))
-        self.url = f"{parts.scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._bind(0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"{parts.scheme}://127.0.0.1:{self.port}"
+        self._acceptor: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
 
@@ -29,18 +30,40 @@ class Forwarder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for one in (self._listener, *self._sockets):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for one in (self._listener, *self._sockets):
-            one.close()
+        self._cut()
+        self._listener.close()
 
     def open(self) -> None:
         """Accept connections from now on."""
         self._listener.listen()
-        self._start(self._accept)
+        self._acceptor = threading.Thread(target=self._accept)
+        self._acceptor.start()
+
+    def shut(self) -> None:
+        """Cut every connection and refuse new ones."""
+        self._cut()
+        self._listener.close()
+        self._bind(self.port)
+
+    def _bind(self, port: int) -> None:
+        # bound and not listening: the port is refused, and nobody else's
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", port))
+
+    def _cut(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor is not None:
+            self._acceptor.join()
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for one in self._sockets:
+            one.close()
+        self._threads, self._sockets = [], []
 
     def _accept(self) -> None:
         with suppress(OSError):

@@ -80,6 +80,12 @@ class Heartbeat:
         with self._condition:
             self._held.pop(lease.fence, None)
 
+    @property
+    def fences(self) -> frozenset[int]:
+        """Of the leases that are held."""
+        with self._condition:
+            return frozenset(self._held)
+
     def report(self, lease: Lease, *, phase: str, completed_steps: int, progress: int) -> None:
         """Write progress when it differs from what was written, soon; only the latest matters."""
         with self._condition:

@@ -1,6 +1,7 @@
 """A replica's entries in the job table: short transactions, retried while the lease may still hold."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,14 @@ from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import RushesError
 from rushes_core.log import get_logger
-from rushes_core.models import Job
+from rushes_core.models import Job, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
-from sqlalchemy import Select, select
+from sqlalchemy import select
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningUpdate
+from sqlalchemy.sql.selectable import TypedReturnsRows
 
 from rushes_worker.lease import Lease
 
@@ -25,6 +27,7 @@ UNREACHABLE = (OperationalError, InterfaceError, InternalError, TimeoutError)
 
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 2.0
+_NUM_CONNECTIONS = 3
 
 
 class LedgerUnreachable(RushesError):
@@ -42,24 +45,27 @@ class Claim:
 
 
 class Ledger:
-    """Claims and settles jobs for one replica. Used by the main thread alone."""
+    """Claims and settles jobs for one replica. One thread claims; any thread settles what it holds."""
 
     def __init__(self, settings: Settings, *, replica_id: str, model: str) -> None:
-        self._engine = create_sync_engine(settings, pool_size=1)
+        self._engine = create_sync_engine(settings, pool_size=_NUM_CONNECTIONS)
         self._lease_seconds = float(settings.lease_seconds)
         self._replica_id = replica_id
         self._model = model
         self._may_hold_unknown = False
 
-    def claim(self) -> Claim | None:
+    def claim(self, known: Collection[int]) -> Claim | None:
         """The next job of this model, or None.
+
+        Args:
+            known: fences that this replica holds already.
 
         Raises:
             one of `UNREACHABLE`: the database is away; a job may have been claimed all the same, which the next call
                 gives back.
         """
         if self._may_hold_unknown:
-            self._release_unknown()
+            self._release_unknown(known)
         self._may_hold_unknown = True
         asked_at = time.monotonic()
         job = self._execute(jobs.claim(model=self._model, owner=self._replica_id, lease_seconds=self._lease_seconds))
@@ -87,20 +93,26 @@ class Ledger:
         """End the job for an error that another attempt would meet again; the state that it has then."""
         return _state(self._settle(lease, jobs.fail(lease.job_id, fence=lease.fence, error=error), *FINAL_STATES))
 
+    def out_of_memory(self, lease: Lease, stage: str) -> JobState | None:
+        """Give the job one more attempt, with the plan that needs less memory; the state that it has then."""
+        statement = jobs.out_of_memory(lease.job_id, fence=lease.fence, stage=stage)
+        return _state(self._settle(lease, statement, JobState.QUEUED, *FINAL_STATES))
+
     def retry_or_fail(self, lease: Lease, error: dict[str, Any], *, crashed: bool) -> JobState | None:
         """Give the job another attempt if it has one left; the state that it has then."""
         statement = jobs.retry_or_fail(lease.job_id, fence=lease.fence, error=error, crashed=crashed)
         return _state(self._settle(lease, statement, JobState.QUEUED, *FINAL_STATES))
 
     def confirm_cancel(self, lease: Lease) -> bool:
-        """End the job as cancelled, which was asked for; False if it is no longer this attempt's."""
+        """End the job for a cancel that was asked for, or a deadline that has passed; False if it was for neither, or
+        is no longer this attempt's."""
         statement = jobs.confirm_cancel(lease.job_id, fence=lease.fence)
-        return self._settle(lease, statement, JobState.CANCELLED) is not None
+        return self._settle(lease, statement, JobState.CANCELLED, JobState.EXPIRED) is not None
 
     def release(self, lease: Lease) -> bool:
         """Give the job back without counting anything against it; False if it is no longer this attempt's."""
         statement = jobs.release(lease.job_id, fence=lease.fence)
-        return self._settle(lease, statement, JobState.QUEUED) is not None
+        return self._settle(lease, statement, JobState.QUEUED, JobState.CANCELLED) is not None
 
     def try_release(self, lease: Lease) -> bool:
         """`release`, tried once: while the database is away the lease simply runs out."""
@@ -140,14 +152,21 @@ class Ledger:
             time.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_SECONDS)
 
-    def _execute(self, statement: ReturningUpdate[Job] | Select[Job]) -> Job | None:
+    def _execute(self, statement: TypedReturnsRows[Job]) -> Job | None:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             return session.scalars(statement).one_or_none()
 
-    def _release_unknown(self) -> None:
+    def other_is_idle(self, *, seen_within_seconds: float) -> bool:
+        """Whether another replica of this model waits for work, by what it said within `seen_within_seconds`."""
+        live = jobs.live_replicas(seen_within_seconds=seen_within_seconds)
+        idle = live.where(Replica.model == self._model, Replica.state == "ready", Replica.id != self._replica_id)
+        with Session(self._engine) as session, session.begin():
+            return session.scalars(idle.limit(1)).first() is not None
+
+    def _release_unknown(self, known: Collection[int]) -> None:
         """Give back what a claim took whose reply never came."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.release_unknown(owner=self._replica_id, fences=())):
+            for job in session.scalars(jobs.release_unknown(owner=self._replica_id, fences=known)):
                 log.warning("job_released", job_id=job.id, reason="the reply to its claim was lost")
 
 

@@ -20,8 +20,6 @@ log = get_logger(__name__)
 CONTENT_TYPE = "video/mp4"
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 10.0
-_GIVE_UP_SECONDS = 600.0
-"""How long an upload is tried before the attempt fails; the clip is not rendered again meanwhile."""
 
 
 class Publication:
@@ -29,8 +27,9 @@ class Publication:
 
     Args:
         enter: told of each phase as it begins, from the thread.
-        on_end: called from the thread when there is an outcome.
+        on_encoded: told of the finished file, from the thread; the media process is the owner's again.
         finish_seconds: how long the media process may take after the last frame.
+        upload_seconds: how long an upload is tried before it has failed.
     """
 
     def __init__(
@@ -41,20 +40,23 @@ class Publication:
         path: Path,
         key: str,
         enter: Callable[[Phase], None],
-        on_end: Callable[[], None],
+        on_encoded: Callable[[ClipFacts], None],
         finish_seconds: float,
+        upload_seconds: float,
     ) -> None:
         self._media = media
         self._store = store
         self._path = path
         self._key = key
         self._enter = enter
-        self._on_end = on_end
+        self._on_encoded = on_encoded
         self._finish_seconds = finish_seconds
+        self._upload_seconds = upload_seconds
         self._given_up = threading.Event()
-        self._uploading = threading.Event()
+        self._encoded = threading.Event()
+        self._needs_media = True
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = threading.Event()
         self._facts: ClipFacts | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="publication", daemon=True)
@@ -62,9 +64,9 @@ class Publication:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
+    def wait(self, timeout: float) -> bool:
+        """Whether there is an outcome within `timeout` seconds."""
+        return self._ended.wait(timeout)
 
     def result(self) -> ClipFacts:
         """What was stored, once it has ended.
@@ -82,20 +84,23 @@ class Publication:
         """Nobody wants the clip any more. An upload that is under way is removed when it ends."""
         with self._lock:
             self._given_up.set()
-            ended = self._ended
+            ended = self._ended.is_set()
+            if not ended and self._needs_media:
+                self._media.kill()
         if ended:
             remove_attempt(self._store, self._key)
-        elif not self._uploading.is_set():
-            self._media.kill()
-            # the media process is the owner's again when this returns
-            while not self._uploading.is_set() and not self._ended:
-                self._thread.join(0.05)
+        # the media process is the owner's again when this returns
+        while not self._encoded.is_set() and not self._ended.wait(0.02):
+            pass
 
     def _run(self) -> None:
         try:
             self._enter(Phase.MUXING)
             facts = self._media.finish(self._finish_seconds)
-            self._uploading.set()
+            with self._lock:
+                self._needs_media = False
+            self._on_encoded(facts)
+            self._encoded.set()
             if not self._given_up.is_set():
                 self._enter(Phase.UPLOADING)
                 self._upload(facts)
@@ -103,15 +108,15 @@ class Publication:
         except RushesError as error:
             self._error = error
         except Exception as error:
-            # whatever it was, the owner waits for an outcome
-            log.exception("publication_failed")
+            # whatever it was, the owner waits for an outcome; one that gave up may have removed the file already
+            if not self._given_up.is_set():
+                log.exception("publication_failed")
             self._error = GenerationError(f"The clip could not be published ({type(error).__name__}).")
         with self._lock:
-            self._ended = True
+            self._ended.set()
             given_up = self._given_up.is_set()
         if given_up:
             remove_attempt(self._store, self._key)
-        self._on_end()
 
     def _upload(self, facts: ClipFacts) -> None:
         began = time.monotonic()
@@ -121,7 +126,7 @@ class Publication:
                 self._store.put_file(self._key, self._path, content_type=CONTENT_TYPE, sha256=facts.sha256)
                 return
             except StorageError as error:
-                if time.monotonic() - began > _GIVE_UP_SECONDS:
+                if time.monotonic() - began > self._upload_seconds:
                     raise
                 log.warning("upload_failed", key=self._key, error=str(error))
             if self._given_up.wait(delay):

@@ -10,19 +10,20 @@ How an attempt can end, and what becomes of the job:
 | an error raised on purpose by every rank, or a clip that breaks its contract | queued again, or failed | lives |
 | any other error of a rank | queued again, or failed | ends |
 | a rank died or fell silent | queued again, or failed; counts as a crash | ends |
-| the store took nothing for ten minutes | queued again, or failed | lives |
+| every rank reported that a device had no memory left | queued for the plan that needs less, or failed | lives |
+| one rank reported it, and the others hang in step with it | queued for the plan that needs less, or failed | ends |
+| the store took nothing for `upload_timeout_seconds` | queued again, or failed | lives |
 | the lease was lost, or could not be renewed | nothing is written | lives |
 | asked to stop, grace period over | queued again, nothing counted | ends |
 """
 
-import multiprocessing.connection
 import shutil
 import time
 from enum import StrEnum
 
 from rushes_core.clip import Clip
 from rushes_core.contract import InferenceContract
-from rushes_core.errors import GenerationError, InvalidRequest, RushesError, StorageError
+from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, StorageError
 from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.states import JobState, Phase
@@ -40,24 +41,28 @@ from rushes_worker.commands import (
     Stopped,
     UnitReady,
 )
+from rushes_worker.crashes import Crashes
+from rushes_worker.deadlines import Deadlines
 from rushes_worker.group import GroupLost, RankGroup
 from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.lease import Lease
 from rushes_worker.ledger import Claim, Ledger, LedgerUnreachable
 from rushes_worker.media.errors import MediaError
+from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.media.validate import ClipFacts
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.progress import Progress
 from rushes_worker.publication import CONTENT_TYPE, Publication, remove_attempt
 from rushes_worker.scratch import Scratch
+from rushes_worker.spool import Spool
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
 
 _SETTLE_SECONDS = {True: 10.0, False: 3.0}
-"""How long the other ranks may take to report an error that one rank reported, by whether that rank can go on."""
+"""How long the other ranks may take to report an error that one rank reported, by whether they are likely to."""
 _TICK_SECONDS = 0.5
 
 
@@ -78,84 +83,134 @@ class Halted(Exception):
 
 
 class Runner:
-    """Runs claimed jobs for one replica, one after another, on the group that it is given."""
+    """Runs claimed jobs for one replica, one after another, on the group that it is given.
+
+    The ranks are needed until the last frame and the sound are handed over. What is left to do then, and every other
+    end of an attempt, happens in the spool while the next job is rendered.
+    """
 
     def __init__(
         self,
         *,
         contract: InferenceContract,
-        stage_timeout_seconds: float,
+        deadlines: Deadlines,
         ledger: Ledger,
         heartbeat: Heartbeat,
-        media: MediaProcess,
+        media: MediaPool,
         store: ObjectStore,
         scratch: Scratch,
+        spool: Spool,
+        crashes: Crashes,
         stopping: Stopping,
         wake: Wake,
     ) -> None:
         self.contract = contract
-        self.stage_timeout_seconds = stage_timeout_seconds
+        self.deadlines = deadlines
         self.ledger = ledger
         self.heartbeat = heartbeat
         self.media = media
         self.store = store
         self.scratch = scratch
+        self.spool = spool
+        self.crashes = crashes
         self.stopping = stopping
         self.wake = wake
 
+    def has_room(self, rendering: bool) -> bool:
+        """Whether one more job may be claimed, beside the one on the ranks if there is one. Any thread may ask."""
+        return self.spool.has_room(on_ranks=int(rendering)) and self.scratch.has_room
+
+    @property
+    def can_render(self) -> bool:
+        """Whether a job may begin now."""
+        return self.media.available
+
     def run(self, claim: Claim, group: RankGroup) -> bool:
-        """Run one attempt to its end; whether the job was completed. The group may have ended when this returns."""
+        """Render one attempt; whether that succeeded. The group may have ended when this returns.
+
+        The job is not settled yet then: the spool does that.
+        """
         job, lease = claim.job, claim.lease
         with bound_contextvars(job_id=job.id, attempt=job.attempt):
             log.info("job_claimed", fence=lease.fence)
-            self.heartbeat.hold(lease)
-            try:
-                return self._run(job, lease, group)
-            except LedgerUnreachable as error:
-                log.warning("lease_lost", reason=str(error))
-                return False
-            finally:
+            if not self._start(lease):
                 self.heartbeat.drop(lease)
+                return False
+            attempt = _Attempt(self, job, lease)
+            rendered = attempt.render(group)
+            self.spool.end(lease.fence, attempt.end)
+            return rendered
 
-    def _run(self, job: Job, lease: Lease, group: RankGroup) -> bool:
-        if self.stopping.requested:
-            self.ledger.release(lease)
-            log.info("job_released", reason="the worker is stopping")
-            return False
-        if not self.ledger.start(lease):
-            if self.ledger.confirm_cancel(lease):
+    def _start(self, lease: Lease) -> bool:
+        try:
+            if self.stopping.requested:
+                self.ledger.release(lease)
+                log.info("job_released", reason="the worker is stopping")
+            elif self.ledger.start(lease):
+                log.info("job_started")
+                return True
+            elif self.ledger.confirm_cancel(lease):
                 log.info("job_cancelled")
             else:
                 log.warning("lease_lost", reason="the job was not to be started any more")
-            return False
-        log.info("job_started")
-        attempt = _Attempt(self, job, lease, group)
-        try:
-            return attempt.run()
-        finally:
-            attempt.tidy()
+        except LedgerUnreachable as error:
+            log.warning("lease_lost", reason=str(error))
+        return False
 
 
 class _Attempt:
-    def __init__(self, runner: Runner, job: Job, lease: Lease, group: RankGroup) -> None:
+    """Rendered by the main thread, then ended by a thread of the spool."""
+
+    def __init__(self, runner: Runner, job: Job, lease: Lease) -> None:
         self._runner = runner
         self._job = job
         self._lease = lease
-        self._group = group
         self._directory = runner.scratch.path / f"attempt-{lease.fence}"
         self._path = self._directory / "video.mp4"
         self._key = result_key(job.project, job.id, job.attempt, lease.fence)
         self._progress = Progress(num_steps=runner.contract.num_forwards)
         self._phases = _PhaseClock(self._progress.phase)
+        self._lent: MediaProcess | None = runner.media.lend()
+        self._failure: Exception | None = None
 
-    def run(self) -> bool:
-        runner, lease = self._runner, self._lease
+    def render(self, group: RankGroup) -> bool:
+        """Have the ranks render; whether everything that a clip needs was handed over. `end` settles either case."""
+        runner = self._runner
         self._report()
         try:
             self._directory.mkdir()
-            self._render()
-            facts = self._publish()
-            return self._complete(facts)
+            self._render(group)
+            return True
+        except GroupLost as lost:
+            # at the end of the grace period the group goes with the worker: that is no crash of the job's
+            if runner.stopping.grace_is_over:
+                self._failure = Halted(Halt.STOPPING)
+            else:
+                runner.crashes.note(self._job.id)
+                self._failure = lost
+        except (Halted, RushesError, OSError) as error:
+            self._failure = error
+            if isinstance(error, Halted) and error.why is Halt.STOPPING:
+                group.end("stopping")
+        return False
+
+    def end(self) -> None:
+        """Publish what was rendered, or settle the job otherwise, and leave nothing of the attempt on this machine."""
+        try:
+            self._settle()
+        except LedgerUnreachable as error:
+            log.warning("lease_lost", reason=str(error))
+        finally:
+            self._runner.heartbeat.drop(self._lease)
+            self._return_media()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _settle(self) -> None:
+        runner, lease = self._runner, self._lease
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._complete(self._publish())
         except Halted as halted:
             self._halt(halted.why)
         except InvalidRequest as error:
@@ -166,19 +221,19 @@ class _Attempt:
         except OSError as error:
             self._retry(GenerationError(f"The worker's scratch directory cannot be used: {error.strerror}."))
         except RushesError as error:
-            # at the end of the grace period the group goes with the worker: that is no crash of the job's
-            if isinstance(error, GroupLost) and runner.stopping.grace_is_over:
-                self._halt(Halt.STOPPING)
-            else:
-                self._retry(error)
-        return False
+            self._retry(error)
 
-    def tidy(self) -> None:
-        """Leave nothing of the attempt on this machine."""
-        self._runner.media.abort()
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def _return_media(self) -> None:
+        process, self._lent = self._lent, None
+        if process is not None:
+            self._runner.media.take_back(process)
 
-    def _render(self) -> None:
+    @property
+    def _media(self) -> MediaProcess:
+        assert self._lent is not None
+        return self._lent
+
+    def _render(self, group: RankGroup) -> None:
         """Have the ranks render while the media process encodes what they hand over.
 
         Raises:
@@ -186,14 +241,17 @@ class _Attempt:
             InvalidRequest: the request itself is wrong.
             GenerationError: the ranks or the media process failed.
         """
-        group, job, media = self._group, self._job, self._runner.media
+        job = self._job
         try:
             self._progress.num_units = Clip(job.num_frames).num_units
-            media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
+            self._media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        request = RenderRequest(job.id, job.attempt, job.prompt, job.seed, job.width, job.height, job.num_frames)
+        request = RenderRequest(
+            job.id, job.attempt, job.prompt, job.seed, job.width, job.height, job.num_frames, job.low_memory
+        )
         serial = group.render(request, self._directory)
+        group.expect(self._patience(Phase.ENCODING), Phase.ENCODING.value)
         outcomes: dict[int, Outcome] = {}
         early: Exception | None = None
         while len(outcomes) < group.size:
@@ -211,8 +269,11 @@ class _Attempt:
                 if getattr(report, "serial", serial) != serial:
                     continue
                 if isinstance(report, Done | Stopped | Refused | Failed):
-                    self._note_outcome(outcomes, rank, report)
+                    self._note_outcome(group, outcomes, rank, report)
                 elif early is None:
+                    if isinstance(report, Advanced) and report.phase is not None and not outcomes:
+                        phase = Phase(report.phase)
+                        group.expect(self._patience(phase), phase.value)
                     early = self._take(report)
                     if early is not None:
                         group.stop()
@@ -227,13 +288,14 @@ class _Attempt:
         if any(isinstance(outcome, Stopped) for outcome in outcomes.values()):
             raise GenerationError("The pipeline stopped without having been asked to.")
 
-    def _note_outcome(self, outcomes: dict[int, Outcome], rank: int, outcome: Outcome) -> None:
+    def _note_outcome(self, group: RankGroup, outcomes: dict[int, Outcome], rank: int, outcome: Outcome) -> None:
         outcomes[rank] = outcome
         if isinstance(outcome, Failed):
             log.warning("render_failed", rank=rank, kind=outcome.kind, stage=outcome.stage, trace=outcome.traceback)
-        if isinstance(outcome, Refused | Failed) and len(outcomes) < self._group.size:
-            intact = isinstance(outcome, Refused) or outcome.intact
-            self._group.expect(_SETTLE_SECONDS[intact], "waiting for the other ranks")
+        if isinstance(outcome, Refused | Failed) and len(outcomes) < group.size:
+            # a rank without memory is likely alone with it, and the others wait for it
+            together = isinstance(outcome, Refused) or (outcome.intact and outcome.code != OutOfMemory.code)
+            group.expect(_SETTLE_SECONDS[together], "waiting for the other ranks")
 
     def _reason_to_stop(self) -> Exception | None:
         if self._lease.cancel_requested:
@@ -241,7 +303,7 @@ class _Attempt:
         if self._lease.is_doubtful:
             return Halted(Halt.LEASE_LOST)
         try:
-            self._runner.media.check()
+            self._media.check()
         except MediaError as error:
             return error
         return None
@@ -253,11 +315,11 @@ class _Attempt:
                 if report.phase is not None:
                     self._enter(Phase(report.phase), report.completed_steps)
             elif isinstance(report, UnitReady):
-                self._runner.media.add_unit(report.unit, report.path, report.num_frames)
+                self._media.add_unit(report.unit, report.path, report.num_frames)
                 self._progress.finish_unit()
                 self._report()
             elif isinstance(report, AudioReady):
-                self._runner.media.set_audio(report.path)
+                self._media.set_audio(report.path)
         except MediaError as error:
             return error
         return None
@@ -272,23 +334,27 @@ class _Attempt:
         """
         runner = self._runner
         publication = Publication(
-            runner.media,
+            self._media,
             runner.store,
             path=self._path,
             key=self._key,
             enter=self._enter,
-            on_end=runner.wake.poke,
-            finish_seconds=runner.stage_timeout_seconds,
+            on_encoded=self._note_encoded,
+            finish_seconds=self._patience(Phase.MUXING),
+            upload_seconds=self._patience(Phase.UPLOADING),
         )
         publication.start()
-        while not publication.ended:
+        while not publication.wait(self._tick()):
             why = self._reason_to_discard()
             if why is not None:
                 publication.give_up()
                 raise Halted(why)
-            multiprocessing.connection.wait([runner.wake.fileno()], self._tick())
-            runner.wake.clear()
         return publication.result()
+
+    def _note_encoded(self, facts: ClipFacts) -> None:
+        self._runner.spool.weigh(self._lease.fence, facts.bytes)
+        self._return_media()
+        self._runner.wake.poke()
 
     def _reason_to_discard(self) -> Halt | None:
         if self._lease.cancel_requested:
@@ -298,7 +364,7 @@ class _Attempt:
             return Halt.LEASE_LOST
         return Halt.STOPPING if self._runner.stopping.grace_is_over else None
 
-    def _complete(self, facts: ClipFacts) -> bool:
+    def _complete(self, facts: ClipFacts) -> None:
         runner, lease = self._runner, self._lease
         timings = self._phases.seconds()
         result = {
@@ -317,10 +383,9 @@ class _Attempt:
         }
         if runner.ledger.complete(lease, result=result, timings=timings):
             log.info("job_completed", bytes=facts.bytes, **timings)
-            return True
+            return
         remove_attempt(runner.store, self._key)
         self._halt(Halt.CANCELLED)
-        return False
 
     def _halt(self, why: Halt) -> None:
         """Settle a job whose attempt was given up; what a lost lease held is not touched."""
@@ -328,7 +393,6 @@ class _Attempt:
         if why is Halt.CANCELLED and ledger.confirm_cancel(lease):
             log.info("job_cancelled")
         elif why is Halt.STOPPING:
-            self._group.end("stopping")
             if ledger.release(lease):
                 log.info("job_released", reason="the grace period is over")
         elif lease.lost or not ledger.try_release(lease):
@@ -341,8 +405,11 @@ class _Attempt:
         # what the store's client says names hosts and keys, which are nobody's business
         message = "The object store did not take the clip." if isinstance(error, StorageError) else str(error)
         stage = getattr(error, "stage", None) or self._progress.phase.value
-        stored = {"code": error.code, "message": message, "stage": stage}
-        state = self._runner.ledger.retry_or_fail(self._lease, stored, crashed=crashed)
+        if error.code == OutOfMemory.code:
+            state = self._runner.ledger.out_of_memory(self._lease, stage)
+        else:
+            stored = {"code": error.code, "message": message, "stage": stage}
+            state = self._runner.ledger.retry_or_fail(self._lease, stored, crashed=crashed)
         event = {JobState.QUEUED: "job_requeued", JobState.CANCELLED: "job_cancelled", None: "lease_lost"}
         log.warning(event.get(state, "job_failed"), code=error.code, error=str(error), stage=stage, crashed=crashed)
 
@@ -359,6 +426,10 @@ class _Attempt:
             completed_steps=progress.completed_steps,
             progress=progress.percent,
         )
+
+    def _patience(self, phase: Phase) -> float:
+        job = self._job
+        return self._runner.deadlines.seconds(phase, num_frames=job.num_frames, width=job.width, height=job.height)
 
     def _tick(self) -> float:
         return min(_TICK_SECONDS, self._runner.stopping.seconds_left)
@@ -398,7 +469,8 @@ class _PhaseClock:
 
 
 def _first_error(outcomes: dict[int, Outcome]) -> InvalidRequest | RenderFailed | None:
-    for outcome in outcomes.values():
+    # a rank without memory leaves the others with errors of their own
+    for outcome in sorted(outcomes.values(), key=lambda one: getattr(one, "code", "") != OutOfMemory.code):
         if isinstance(outcome, Refused):
             return InvalidRequest(outcome.message)
         if isinstance(outcome, Failed):

@@ -6,6 +6,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rushes_core.log import get_logger
+
+log = get_logger(__name__)
+
 _PREFIX = "rushes-replica-"
 
 
@@ -13,9 +17,14 @@ class Scratch:
     """A directory of this replica alone below `parent`, locked while the replica lives.
 
     Directories of replicas that are gone without having tidied up are removed first.
+
+    Args:
+        free_bytes: what a job needs free to be begun.
     """
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, *, free_bytes: int = 0) -> None:
+        self._free_bytes = free_bytes
+        self._was_full = False
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
         while True:
@@ -25,6 +34,18 @@ class Scratch:
             if lock is not None and self.path.exists():
                 self._lock = lock
                 return
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a job may be begun. When that changes, the log says so."""
+        free = shutil.disk_usage(self.path).free
+        is_full = free < self._free_bytes
+        if is_full and not self._was_full:
+            log.error("scratch_full", path=str(self.path), free_bytes=free, needed_bytes=self._free_bytes)
+        elif self._was_full and not is_full:
+            log.info("scratch_has_room", free_bytes=free)
+        self._was_full = is_full
+        return not is_full
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

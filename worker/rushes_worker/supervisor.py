@@ -3,12 +3,13 @@
 Runs as `python -m rushes_worker.supervisor PARENT_PID ...`, one per replica. It never loads torch and never touches
 CUDA: what a broken driver or a crashed kernel takes down are the ranks, which it replaces.
 
-Threads: the main thread claims, talks to ranks and media process, and starts every child, which the kernel ends with
-it; the heartbeat keeps leases; Celery receives hints; a publication uploads.
+Threads: the main thread talks to the ranks and starts every child, which the kernel ends with it; the claimer claims
+one job ahead; the heartbeat keeps leases; Celery receives hints; each attempt whose ranks are done has a thread that
+ends it, and a publication that uploads.
 """
 
+import multiprocessing.connection
 import os
-import random
 import secrets
 import signal
 import socket
@@ -26,21 +27,25 @@ from rushes_core.storage import ObjectStore
 
 from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import end_with_parent
+from rushes_worker.claimer import Claimer
+from rushes_worker.crashes import Crashes
+from rushes_worker.deadlines import Deadlines
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.hints import HintListener
-from rushes_worker.ledger import UNREACHABLE, Claim, Ledger
+from rushes_worker.ledger import Ledger
 from rushes_worker.media.encode import EncoderSettings
+from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import MediaProcess
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
+from rushes_worker.spool import Spool
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
 log = get_logger("rushes_worker.supervisor")
 
 _MAX_BACKOFF_SECONDS = 30.0
-_JITTER = 0.25
 
 
 class Supervisor:
@@ -49,13 +54,14 @@ class Supervisor:
     def __init__(self, settings: Settings, assignment: Assignment) -> None:
         contract = load_contract(settings.checkpoint)
         self._settings = settings
-        self._replica_id = f"{socket.gethostname()}-{os.getpid()}-r{assignment.replica}-{secrets.token_hex(2)}"
-        self._wake = Wake()
-        self._hinted = False
+        # what stands before '#' is the same after every restart: a job remembers which replicas it crashed
+        name = settings.worker_name or socket.gethostname()
+        self._replica_id = f"{name}-r{assignment.replica}#{os.getpid()}-{secrets.token_hex(2)}"
+        self._wake, self._claimer_wake = Wake(), Wake()
         self._stopping = Stopping(settings.shutdown_grace_seconds)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self._scratch = Scratch(settings.scratch)
+        self._scratch = Scratch(settings.scratch, free_bytes=settings.scratch_free_bytes)
         self._plan = _plan(settings, assignment)
         self._epoch = 0
         self._failures = 0
@@ -73,24 +79,37 @@ class Supervisor:
                 "job_id": None,
                 "detail": {"pid": os.getpid()},
             },
-            on_change=self._wake.poke,
+            on_change=self._poke,
             is_stopping=lambda: self._stopping.requested,
         )
         self._ledger = Ledger(settings, replica_id=self._replica_id, model=model)
         self._hints = HintListener(settings, replica_id=self._replica_id, on_hint=self._on_hint)
-        self._media = MediaProcess(
-            EncoderSettings(settings.encoder_preset, settings.encoder_crf, settings.audio_bitrate)
-        )
+        encoder = EncoderSettings(settings.encoder_preset, settings.encoder_crf, settings.audio_bitrate)
+        self._media = MediaPool(lambda: MediaProcess(encoder))
+        self._spool = Spool(max_jobs=settings.spool_jobs, max_bytes=settings.spool_bytes, on_change=self._poke)
+        self._crashes = Crashes(settings.drain_after_crashes)
         self._runner = Runner(
             contract=contract,
-            stage_timeout_seconds=settings.stage_timeout_seconds,
+            deadlines=Deadlines.of(settings),
             ledger=self._ledger,
             heartbeat=self._heartbeat,
             media=self._media,
             store=ObjectStore(settings),
             scratch=self._scratch,
+            spool=self._spool,
+            crashes=self._crashes,
             stopping=self._stopping,
             wake=self._wake,
+        )
+        self._claimer = Claimer(
+            settings,
+            ledger=self._ledger,
+            heartbeat=self._heartbeat,
+            stopping=self._stopping,
+            has_room=self._runner.has_room,
+            on_claim=self._wake.poke,
+            wake=self._claimer_wake,
+            replica_id=self._replica_id,
         )
 
     def run(self) -> int:
@@ -98,10 +117,14 @@ class Supervisor:
         structlog.contextvars.bind_contextvars(replica=self._replica_id)
         log.info("replica_started", sp=self._plan.sp, device=self._plan.kind, visible=self._plan.visible)
         self._heartbeat.start()
+        self._claimer.start()
         self._hints.start()
         try:
             while not self._stopping.requested:
-                self._serve_one_epoch()
+                if self._crashes.too_many:
+                    self._drain()
+                else:
+                    self._serve_one_epoch()
         except GroupUnfit as error:
             log.error("replica_unfit", error=str(error))
             print(f"rushes worker: {error}", file=sys.stderr, flush=True)
@@ -137,36 +160,33 @@ class Supervisor:
     def _serve(self, group: RankGroup) -> None:
         ready = {"state": "ready", "job_id": None, "detail": {"pid": os.getpid(), "ranks": group.pids}}
         self._heartbeat.describe(**ready)
-        while not self._stopping.requested:
-            # a rank that died since it was last looked at must not cost a job an attempt
-            group.wait(0.0)
-            claim = self._claim()
-            if claim is None:
-                self._idle(group)
-                continue
-            self._heartbeat.describe(state="busy", job_id=claim.job.id)
-            if self._runner.run(claim, group):
-                self._failures = 0
-            if group.ended:
-                return
-            self._heartbeat.describe(**ready)
-
-    def _claim(self) -> Claim | None:
-        self._hinted = False
+        self._claimer.open()
+        is_ready = True
         try:
-            return self._ledger.claim()
-        except UNREACHABLE as error:
-            log.warning("claim_failed", error=str(error).splitlines()[0])
-            return None
+            while not (self._stopping.requested or group.ended):
+                self._wake.clear()
+                # a rank that died since it was last looked at must not cost a job an attempt
+                group.wait(0.0)
+                claim = self._claimer.take() if self._runner.can_render else None
+                if claim is not None:
+                    is_ready = False
+                    self._heartbeat.describe(state="busy", job_id=claim.job.id)
+                    if self._runner.run(claim, group):
+                        self._failures = 0
+                    continue
+                if not is_ready:
+                    is_ready = True
+                    self._heartbeat.describe(**ready)
+                group.wait(self._settings.poll_seconds, self._wake)
+        finally:
+            self._claimer.shut()
 
-    def _idle(self, group: RankGroup) -> None:
-        """Wait for a hint or for the next poll, with an eye on the group."""
-        deadline = time.monotonic() + self._settings.poll_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
-        while not (self._hinted or self._stopping.requested):
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                return
-            group.wait(seconds, self._wake)
+    def _drain(self) -> None:
+        """Take no more jobs until somebody has looked at this replica and started it again."""
+        log.error("replica_drained", crashed_jobs=self._crashes.jobs)
+        self._heartbeat.describe(state="drained", job_id=None)
+        while not self._stopping.requested:
+            multiprocessing.connection.wait([self._wake.fileno()])
             self._wake.clear()
 
     def _pause(self) -> None:
@@ -180,14 +200,19 @@ class Supervisor:
             time.sleep(min(0.2, seconds))
 
     def _on_hint(self) -> None:
-        self._hinted = True
-        self._wake.poke()
+        self._claimer.hint()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._stopping.request()
+        self._poke()
+
+    def _poke(self) -> None:
         self._wake.poke()
+        self._claimer_wake.poke()
 
     def _close(self) -> None:
+        self._claimer.close()
+        self._spool.close()
         self._media.close()
         self._scratch.remove()
         self._ledger.close()
@@ -206,7 +231,7 @@ def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
         pipeline=settings.pipeline,
         checkpoint=settings.checkpoint,
         start_timeout_seconds=settings.start_timeout_seconds,
-        stage_timeout_seconds=settings.stage_timeout_seconds,
+        stage_timeout_seconds=Deadlines.of(settings).longest,
         log_level=settings.log_level,
         log_json=settings.log_json,
     )

@@ -1,0 +1,190 @@
+"""Jobs that overlap on one replica: one is claimed ahead, one is rendered, others wait for the store."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from support.forwarder import Forwarder
+from support.processes import is_alive
+from support.stack import SharedStack
+from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
+
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = tmp_path_factory.mktemp("overlap")
+    return stack.settings(
+        checkpoint=write_contract(folder / "checkpoint"),
+        pipeline=SCRIPTED,
+        scratch=folder / "scratch",
+        poll_seconds=0.1,
+        heartbeat_seconds=0.5,
+        worker_name="bench",
+    )
+
+
+@pytest.fixture
+def jobs(settings: Settings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture(scope="class")
+def worker(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One worker for the tests of a class."""
+    with Worker(settings, tmp_path_factory.mktemp("log") / "worker.log") as worker:
+        yield worker
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+class TestClaimedAhead:
+    def test_next_job_is_claimed_while_one_runs_and_started_after_it(self, worker: Worker, jobs: Jobs) -> None:
+        running, ahead, normal = jobs.add("[step 0.2]"), jobs.add(), jobs.add()
+        jobs.wait_for(running, JobState.RUNNING)
+        claimed = jobs.wait_for(ahead, JobState.CLAIMED)
+        assert jobs.get(running).state == JobState.RUNNING
+        assert claimed.started_at is None
+        assert claimed.lease_owner is not None
+        assert claimed.lease_owner.startswith("bench-r0#")
+
+        # what is more urgent waits for the one that was claimed, and for no other
+        urgent = jobs.add(priority=0)
+        done = [jobs.wait_completed(job_id) for job_id in (running, ahead, urgent, normal)]
+        started = [job.started_at for job in done if job.started_at is not None]
+        assert started == sorted(started)
+        assert [job.attempt for job in done] == [1, 1, 1, 1]
+        assert jobs.states(ahead) == ["queued", "claimed", "running", "completed"]
+
+    def test_cancel_of_a_claimed_job_wins(self, worker: Worker, jobs: Jobs) -> None:
+        running, ahead = jobs.add("[step 0.25]"), jobs.add()
+        jobs.wait_for(ahead, JobState.CLAIMED)
+        jobs.cancel(ahead)
+        cancelled = jobs.wait_for(ahead, JobState.CANCELLED)
+        assert cancelled.started_at is None
+        assert jobs.get(running).state == JobState.RUNNING
+        jobs.wait_completed(running)
+
+    def test_claimed_job_whose_lease_was_lost_is_let_go(self, worker: Worker, jobs: Jobs) -> None:
+        running, ahead = jobs.add("[step 0.25]"), jobs.add()
+        first = jobs.wait_for(ahead, JobState.CLAIMED)
+        jobs.end_lease(ahead)
+        jobs.wait_completed(running)
+        done = jobs.wait_completed(ahead)
+        assert done.crash_count == 0
+        assert jobs.states(ahead) == ["queued", "claimed", "queued", "claimed", "running", "completed"]
+        assert first.fence is not None
+        assert done.fence is not None
+        assert done.fence > first.fence
+
+    def test_claimed_job_is_given_back_when_the_ranks_are_lost(self, worker: Worker, jobs: Jobs) -> None:
+        dying, ahead = jobs.add("[step 0.25] [die at step 4 on attempt 1]"), jobs.add()
+        jobs.wait_for(ahead, JobState.CLAIMED)
+        done = jobs.wait_completed(ahead)
+        assert (done.attempt, done.crash_count) == (1, 0)
+        assert jobs.states(ahead)[:3] == ["queued", "claimed", "queued"]
+        assert jobs.wait_completed(dying).crashed_on == ["bench-r0"]
+
+
+@pytest.fixture
+def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
+    """Starts workers that have left in peace when the test ends."""
+    with ExitStack() as running:
+        started: list[Worker] = []
+
+        def start(**changes: Any) -> Worker:
+            changes = {"scratch": tmp_path / "scratch", "shutdown_grace_seconds": 5, **changes}
+            chosen = settings.model_copy(update=changes)
+            started.append(running.enter_context(Worker(chosen, tmp_path / "worker.log")))
+            return started[-1]
+
+        yield start
+        for worker in started:
+            worker.terminate()
+            assert worker.wait() == 0
+
+
+def waits_for_store(jobs: Jobs, job_id: str) -> bool:
+    job = jobs.get(job_id)
+    return job.state == JobState.RUNNING and job.phase == "uploading"
+
+
+def test_finished_clips_wait_for_a_store_that_is_away(
+    settings: Settings, jobs: Jobs, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    with Forwarder(settings.s3_endpoint_url) as store:
+        worker = start_worker(s3_endpoint_url=store.url, spool_jobs=2)
+        first, second, third, fourth = (jobs.add(seed=seed) for seed in range(4))
+        eventually(lambda: waits_for_store(jobs, first) and waits_for_store(jobs, second))
+        eventually(lambda: worker.events("upload_failed"))
+        assert len(worker.events("job_claimed")) == 2
+        assert jobs.states(third) == ["queued"]
+
+        # one that nobody wants any more makes room for the next
+        jobs.cancel(first)
+        jobs.wait_for(first, JobState.CANCELLED)
+        eventually(lambda: waits_for_store(jobs, third))
+        assert jobs.states(fourth) == ["queued"]
+        eventually(lambda: len(list((tmp_path / "scratch").glob("*/attempt-*/video.mp4"))) == 2)
+
+        store.open()
+        for job_id in (second, third, fourth):
+            assert jobs.wait_completed(job_id).attempt == 1
+            assert jobs.states(job_id) == ["queued", "claimed", "running", "completed"]
+
+
+def test_clips_in_the_spool_take_no_more_than_their_share_of_the_disk(
+    settings: Settings, jobs: Jobs, start_worker: StartWorker
+) -> None:
+    with Forwarder(settings.s3_endpoint_url) as store:
+        worker = start_worker(s3_endpoint_url=store.url, spool_bytes=0, shutdown_grace_seconds=0)
+        waiting = jobs.add()
+        eventually(lambda: waits_for_store(jobs, waiting))
+        another = jobs.add()
+        jobs.wait_ready()
+        worker.terminate()
+        assert worker.wait() == 0
+        given_back = jobs.get(waiting)
+        assert (given_back.state, given_back.attempt, given_back.error_count) == (JobState.QUEUED, 0, 0)
+        assert jobs.states(another) == ["queued"]
+    jobs.delete(waiting)
+    jobs.delete(another)
+
+
+def test_replica_without_room_on_its_disk_claims_nothing(jobs: Jobs, start_worker: StartWorker) -> None:
+    worker = start_worker(scratch_free_bytes=2**62)
+    job_id = jobs.add()
+    eventually(lambda: worker.events("scratch_full"))
+    jobs.wait_ready()
+    assert jobs.states(job_id) == ["queued"]
+    jobs.delete(job_id)
+
+
+def test_replica_that_crashes_on_different_jobs_takes_no_more(jobs: Jobs, start_worker: StartWorker) -> None:
+    worker = start_worker(drain_after_crashes=2)
+    (replica,) = jobs.wait_ready()
+    victims = [jobs.add("[die at step 1]", max_attempts=1) for _ in range(2)]
+    for job_id in victims:
+        jobs.wait_for(job_id, JobState.FAILED)
+    eventually(lambda: [one.state for one in jobs.replicas() if one.id == replica.id] == ["drained"])
+    (event,) = worker.events("replica_drained")
+    assert event["level"] == "error"
+    assert sorted(event["crashed_jobs"]) == sorted(victims)
+    healthy = jobs.add()
+    (supervisor,) = worker.supervisors
+    assert not any(is_alive(pid) for pid in replica.detail["ranks"])
+    assert is_alive(supervisor)
+    assert jobs.states(healthy) == ["queued"]
+
+    # a restart is what clears it
+    worker.terminate()
+    assert worker.wait() == 0
+    start_worker()
+    jobs.wait_completed(healthy)

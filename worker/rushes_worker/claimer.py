@@ -1,0 +1,176 @@
+"""Claims one job ahead of the ranks, so that they need not wait for the database between two jobs."""
+
+import multiprocessing.connection
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from rushes_core.log import get_logger
+from rushes_core.settings import Settings
+from structlog.contextvars import bind_contextvars
+
+from rushes_worker.heartbeat import Heartbeat
+from rushes_worker.ledger import UNREACHABLE, Claim, Ledger, LedgerUnreachable
+from rushes_worker.stopping import Stopping
+from rushes_worker.wake import Wake
+
+log = get_logger(__name__)
+
+_JITTER = 0.25
+_TICK_SECONDS = 0.5
+_FRESH_HEARTBEATS = 3
+"""Heartbeats for which what another replica said of itself is believed."""
+
+
+class Claimer:
+    """A thread that holds at most one job that nobody has taken yet.
+
+    A held job's lease is renewed like every other; it is started when it is taken. While this replica is busy, a job is
+    claimed ahead only if no other replica is idle, which would start it at once. A held job is given back, with nothing
+    counted, when the replica stops or has no ranks.
+
+    Args:
+        has_room: whether one more job may be held, told whether the one taken last is still on the ranks; asked before
+            every claim, from the thread.
+        on_claim: called from the thread when there is a job to take.
+        wake: poked when a lease, the room, or whether the replica goes on has changed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ledger: Ledger,
+        heartbeat: Heartbeat,
+        stopping: Stopping,
+        has_room: Callable[[bool], bool],
+        on_claim: Callable[[], None],
+        wake: Wake,
+        replica_id: str,
+    ) -> None:
+        self._poll_seconds = settings.poll_seconds
+        self._fresh_seconds = _FRESH_HEARTBEATS * settings.heartbeat_seconds
+        self._ledger = ledger
+        self._heartbeat = heartbeat
+        self._stopping = stopping
+        self._has_room = has_room
+        self._on_claim = on_claim
+        self._replica_id = replica_id
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._claim: Claim | None = None
+        self._open = False
+        self._busy = False
+        self._due = True
+        self._closing = False
+        self._reachable = True
+        self._thread = threading.Thread(target=self._run, name="claimer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def open(self) -> None:
+        """There are ranks to claim for."""
+        self._open, self._busy = True, False
+        self.hint()
+
+    def shut(self) -> None:
+        """There are none: give back what nobody has taken."""
+        self._open = False
+        self._wake.poke()
+
+    def take(self) -> Claim | None:
+        """The held job, if there is one; the ranks are done with the one taken before. The next is claimed at once."""
+        with self._lock:
+            claim, self._claim = self._claim, None
+            was_busy, self._busy = self._busy, claim is not None
+        if claim is not None or was_busy:
+            self.hint()
+        return claim
+
+    def hint(self) -> None:
+        """There may be work."""
+        self._due = True
+        self._wake.poke()
+
+    def close(self) -> None:
+        """Give back what nobody has taken, and end."""
+        self._closing = True
+        self._wake.poke()
+        self._thread.join()
+
+    def _run(self) -> None:
+        bind_contextvars(replica=self._replica_id)
+        try:
+            self._serve()
+        except Exception:
+            # a replica that claims nothing would wait for good: start again from the beginning
+            log.exception("claimer_died")
+            os._exit(1)
+
+    def _serve(self) -> None:
+        next_poll = 0.0
+        while True:
+            self._wake.clear()
+            self._look_after_held()
+            if self._closing:
+                return
+            if self._may_claim() and (self._due or time.monotonic() >= next_poll):
+                self._due = False
+                self._try_claim()
+                next_poll = time.monotonic() + self._poll_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
+                continue
+            seconds = _TICK_SECONDS
+            if self._may_claim():
+                seconds = min(seconds, max(0.0, next_poll - time.monotonic()))
+            multiprocessing.connection.wait([self._wake.fileno()], seconds)
+
+    @property
+    def _serving(self) -> bool:
+        return self._open and not self._closing and not self._stopping.requested
+
+    def _may_claim(self) -> bool:
+        with self._lock:
+            is_held, busy = self._claim is not None, self._busy
+        return not is_held and self._serving and self._has_room(busy)
+
+    def _try_claim(self) -> None:
+        try:
+            if self._busy and self._ledger.other_is_idle(seen_within_seconds=self._fresh_seconds):
+                return
+            claim = self._ledger.claim(self._heartbeat.fences)
+        except UNREACHABLE as error:
+            if self._reachable:
+                log.warning("claim_failed", error=str(error).splitlines()[0])
+            self._reachable = False
+            return
+        self._reachable = True
+        if claim is None:
+            return
+        self._heartbeat.hold(claim.lease)
+        with self._lock:
+            self._claim = claim
+        self._on_claim()
+
+    def _look_after_held(self) -> None:
+        """Let go of a held job that is not to be run here any more."""
+        with self._lock:
+            claim = self._claim
+            if claim is None or not (claim.lease.cancel_requested or claim.lease.is_over or not self._serving):
+                return
+            self._claim = None
+        lease = claim.lease
+        fields = {"job_id": claim.job.id, "attempt": claim.job.attempt}
+        try:
+            if lease.is_over:
+                log.warning("lease_lost", reason="before the job was started", **fields)
+            elif lease.cancel_requested and self._ledger.confirm_cancel(lease):
+                log.info("job_cancelled", **fields)
+            elif self._ledger.try_release(lease):
+                log.info("job_released", reason="it was not started", **fields)
+        except LedgerUnreachable as error:
+            log.warning("lease_lost", reason=str(error), **fields)
+        finally:
+            self._heartbeat.drop(lease)
