@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PREFIX = "RUSHES_"
+_SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
 
 
 def spawn(
@@ -65,7 +66,7 @@ def how_it_ended(returncode: int) -> str:
 
 def settings_environment(settings: "Settings") -> dict[str, str]:
     """This process's environment with the variables that make `settings` again in a child."""
-    env = environment_without_settings()
+    env = dict(os.environ)
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if hasattr(value, "get_secret_value"):
@@ -76,6 +77,7 @@ def settings_environment(settings: "Settings") -> dict[str, str]:
     return env
 
 
-def environment_without_settings() -> dict[str, str]:
-    """This process's environment without Rushes' own variables, some of which are secret."""
-    return {name: value for name, value in os.environ.items() if not name.upper().startswith(_PREFIX)}
+def environment_without_secrets() -> dict[str, str]:
+    """This process's environment without what opens the database, Redis or the store: Rushes' own variables, AWS's and
+    libpq's."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(_SECRET_PREFIXES)}

@@ -20,7 +20,7 @@ from typing import Any
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
-from rushes_worker.child import environment_without_settings, has_exited, how_it_ended, spawn
+from rushes_worker.child import environment_without_secrets, has_exited, how_it_ended, spawn
 from rushes_worker.commands import Boot, Command, Failed, Ready, Render, Report, Stop, Unfit
 from rushes_worker.devices import VISIBLE
 from rushes_worker.pipeline.base import RenderRequest
@@ -201,7 +201,7 @@ class RankGroup:
         )
 
     def _environment(self) -> dict[str, str]:
-        env = environment_without_settings()
+        env = environment_without_secrets()
         if self._plan.kind == "cuda":
             env[VISIBLE] = ",".join(self._plan.visible)
         for name, value in {

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rushes_worker.child import environment_without_settings, spawn
+from rushes_worker.child import environment_without_secrets, spawn
 from rushes_worker.media.encode import EncoderSettings, check_frame_size, partial_path
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.messages import (
@@ -181,7 +181,7 @@ class MediaProcess:
             self._child = spawn(
                 "rushes_worker.media.process",
                 [str(theirs.fileno())],
-                env=environment_without_settings(),
+                env=environment_without_secrets(),
                 pass_fds=(theirs.fileno(),),
             )
         self._connection = Connection(ours.detach())
