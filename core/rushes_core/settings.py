@@ -24,11 +24,18 @@ class ContentDelivery(StrEnum):
 class Settings(BaseSettings):
     """One frozen object per process; nothing else reads the environment."""
 
-    model_config = SettingsConfigDict(env_prefix="RUSHES_", frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="RUSHES_",
+        frozen=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
+        # an error would show the start of the database's URL, password and all
+        hide_input_in_errors=True,
+    )
 
-    database_url: NonEmpty
+    database_url: Annotated[NonEmpty, Field(repr=False)]
     """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
-    redis_url: NonEmpty
+    redis_url: Annotated[NonEmpty, Field(repr=False)]
     """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
 
     s3_bucket: NonEmpty

@@ -27,8 +27,22 @@ def test_a_lease_must_outlive_two_heartbeats() -> None:
         Settings(**REQUIRED, heartbeat_seconds=20)
 
 
+SECRETS: dict[str, Any] = REQUIRED | {
+    "database_url": "postgresql+psycopg://u:hush@127.0.0.1/d",
+    "redis_url": "redis://:hush@127.0.0.1/0",
+    "api_key": "hush",
+    "s3_secret_access_key": "hush",
+}
+
+
 def test_secrets_do_not_show_in_a_repr() -> None:
-    assert "hush" not in repr(Settings(**REQUIRED, api_key="hush", s3_secret_access_key="hush"))
+    assert "hush" not in repr(Settings(**SECRETS))
+
+
+def test_secrets_do_not_show_in_an_error() -> None:
+    with pytest.raises(ValidationError) as refusal:
+        Settings(**SECRETS, heartbeat_seconds=20)
+    assert "hush" not in str(refusal.value)
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
