@@ -170,12 +170,19 @@ class ObjectStore:
         with _translated(prefix):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
-                if upload["Initiated"] < before:
-                    self._client.abort_multipart_upload(
-                        Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                    )
+                if upload["Initiated"] < before and self._abort(upload):
                     aborted.append(upload["Key"])
         return aborted
+
+    def _abort(self, upload: dict[str, Any]) -> bool:
+        try:
+            self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        except ClientError as error:
+            # another sweeper was faster
+            if _code(error) != "NoSuchUpload":
+                raise
+            return False
+        return True
 
     @cached_property
     def _client(self) -> Any:
