@@ -92,7 +92,10 @@ async def _stream(job: Job, request: Request, state: State) -> Response:
     }
     if "if-match" in request.headers and not etag_matches(request.headers["if-match"], etag, weak=False):
         raise ApiError(
-            "the clip is another than If-Match names", param="If-Match", status=HTTPStatus.PRECONDITION_FAILED
+            "the clip is another than If-Match names",
+            param="If-Match",
+            code="precondition_failed",
+            status=HTTPStatus.PRECONDITION_FAILED,
         )
     if etag_matches(request.headers.get("if-none-match"), etag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)

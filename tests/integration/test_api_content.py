@@ -136,6 +136,7 @@ class TestPreconditions:
         response = client.get(content, headers={"If-Match": '"other"'})
         assert response.status_code == 412
         assert response.json()["error"]["param"] == "If-Match"
+        assert response.json()["error"]["code"] == "precondition_failed"
 
 
 class TestNoClip:
