@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,9 +171,22 @@ def _dispatcher(arguments: argparse.Namespace) -> int:
 def _migrate(arguments: argparse.Namespace) -> int:
     from rushes_core.database import migrate
 
-    migrate(load_settings())
+    settings = load_settings()
+    with one_line_database_errors():
+        migrate(settings)
     print("rushes migrate: the schema is at this release")
     return 0
+
+
+@contextmanager
+def one_line_database_errors() -> Iterator[None]:
+    """For commands that end with the first of them: a database that is away is a line, not a traceback."""
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except DBAPIError as error:
+        raise RushesError(f"database: {str(error.orig).splitlines()[0]}") from None
 
 
 def _port(text: str) -> int:

@@ -5,7 +5,7 @@ import argparse
 from rushes_core.log import configure_logging
 from rushes_core.sweeper import Sweeper
 
-from rushes_cli.main import UsageError, load_settings
+from rushes_cli.main import UsageError, load_settings, one_line_database_errors
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -16,12 +16,13 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logging(settings.log_level, json=settings.log_json)
     sweeper = Sweeper(settings)
     try:
-        if arguments.orphans:
-            _orphans(sweeper, delete=arguments.delete)
-        else:
-            sweeper.sweep()
-            sweeper.purge()
-            sweeper.tidy()
+        with one_line_database_errors():
+            if arguments.orphans:
+                _orphans(sweeper, delete=arguments.delete)
+            else:
+                sweeper.sweep()
+                sweeper.purge()
+                sweeper.tidy()
     finally:
         sweeper.close()
     return 0
