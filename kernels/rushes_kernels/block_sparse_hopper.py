@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rushes_kernels.nvrtc import Module, TensorMap
+from rushes_kernels.nvrtc import Module, TensorMap, pointer
 
 # as in the source
 ROWS, DIM, GROUP, STAGES, BARRIERS = 64, 128, 3, 6, 32
@@ -58,7 +58,7 @@ def attend(
     module = _module(device)
     module.launch(
         "merge_lists",
-        [_pointer(lists_HVL), _pointer(counts_HV), _pointer(sizes_n), ctypes.c_int(L), plan],
+        [pointer(lists_HVL), pointer(counts_HV), pointer(sizes_n), ctypes.c_int(L), plan],
         blocks=num_lists,
         threads=MERGE_THREADS,
         shared_memory=8 * n,
@@ -70,7 +70,7 @@ def attend(
     maps = [TensorMap.of(x) for x in (k_HnBD, v_HnBD)]
     module.launch(
         "attend",
-        [*maps, _pointer(q_HnBD), _pointer(out_HnBD), _pointer(units), ctypes.c_int(units.shape[1]), log2_scale, plan],
+        [*maps, pointer(q_HnBD), pointer(out_HnBD), pointer(units), ctypes.c_int(units.shape[1]), log2_scale, plan],
         blocks=units.shape[0],
         threads=128 * (1 + GROUP),
         shared_memory=_SHARED_MEMORY,
@@ -92,13 +92,9 @@ class _Plan(ctypes.Structure):
     ]
 
 
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
 @cache
 def _module(device: torch.device) -> Module:
-    return Module(Path(__file__).with_suffix(".cu"), device)
+    return Module(Path(__file__).with_suffix(".cu"), device, one_generation=True)
 
 
 @cache

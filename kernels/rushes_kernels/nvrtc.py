@@ -43,14 +43,27 @@ def cache_directory() -> Path:
 class Module:
     """The kernels of one source on one device.
 
+    Args:
+        macros: definitions, `NAME=VALUE`.
+        one_generation: also allow instructions that only the device's own generation has.
+        directory: where compiled kernels are kept, if not in the user's cache.
+
     Raises:
         KernelError: the source does not compile, or NVRTC or the driver cannot be found.
     """
 
-    def __init__(self, source: Path, device: torch.device, *, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        source: Path,
+        device: torch.device,
+        *,
+        macros: Sequence[str] = (),
+        one_generation: bool = False,
+        directory: Path | None = None,
+    ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        # the suffix makes the instructions of this very generation available
-        options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+        architecture = f"sm_{major}{minor}{'a' if one_generation else ''}"
+        options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{macro}" for macro in macros)]
         self._device = device
         self._handle = ctypes.c_void_p()
         self._functions: dict[str, ctypes.c_void_p] = {}
@@ -72,16 +85,17 @@ class Module:
         name: str,
         arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
         *,
-        blocks: int,
+        blocks: int | tuple[int, int],
         threads: int,
         shared_memory: int = 0,
     ) -> None:
         """Queue one launch on the device's current stream."""
+        columns, rows = blocks if isinstance(blocks, tuple) else (blocks, 1)
         with torch.cuda.device(self._device):
             function = self._function(name, shared_memory)
             pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared_memory, stream, pointers, None)
+            _call("cuLaunchKernel", function, columns, rows, 1, threads, 1, 1, shared_memory, stream, pointers, None)
 
     def _load(self, binary: bytes) -> bool:
         return _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary)) == 0
@@ -120,6 +134,11 @@ class TensorMap(ctypes.Structure):
         return tensor_map
 
 
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    """Argument of a launch: the address of a tensor, or null."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
 def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
     """Machine code of a CUDA C++ source.
 
@@ -133,7 +152,9 @@ def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
-            raise KernelError(f"NVRTC cannot compile {name}:\n{_output(nvrtc, program, 'ProgramLog').decode()}")
+            raise KernelError(
+                f"NVRTC cannot compile {name}:\n{_output(nvrtc, program, 'ProgramLog').decode().strip(chr(0))}"
+            )
         return _output(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

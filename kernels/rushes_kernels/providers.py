@@ -34,7 +34,7 @@ def choose_provider(
     device = torch.device(device)
     hurdles = {
         Provider.HOPPER: _hopper_hurdle(device, dtype, head_dim, tile_rows),
-        Provider.TRITON: _triton_hurdle(device, head_dim, tile_rows),
+        Provider.TRITON: _triton_hurdle(device, dtype, head_dim, tile_rows),
         Provider.TORCH: None,
     }
     if wanted is not None:
@@ -63,9 +63,11 @@ def _hopper_hurdle(device: torch.device, dtype: torch.dtype, head_dim: int, tile
     return None
 
 
-def _triton_hurdle(device: torch.device, head_dim: int, tile_rows: int) -> str | None:
+def _triton_hurdle(device: torch.device, dtype: torch.dtype, head_dim: int, tile_rows: int) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, got {device}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it takes bf16, fp16 and fp32, got {dtype}"
     if head_dim not in (16, 32, 64, 128) or tile_rows not in (16, 32, 64, 128):
         return f"head dimension and tile rows must be 16, 32, 64 or 128, got {head_dim} and {tile_rows}"
     return None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from rushes_kernels import block_sparse_hopper
-from rushes_kernels.nvrtc import Module
+from rushes_kernels.nvrtc import KernelError, Module
 from rushes_kernels.providers import Provider, choose_provider
 from rushes_kernels.video_sparse_attention import tile_map, video_sparse_attention, video_sparse_attention_ref
 from support.tile_lists import Problem
@@ -205,9 +205,15 @@ class TestHopper:
     def test_kernel_is_compiled_into_the_given_directory_and_found_there(self, tmp_path: Path) -> None:
         source = Path(block_sparse_hopper.__file__).with_suffix(".cu")
         device = torch.device("cuda", torch.cuda.current_device())
-        sizes = {Module(source, device, directory=tmp_path).binary_bytes for _ in range(2)}
+        sizes = {Module(source, device, one_generation=True, directory=tmp_path).binary_bytes for _ in range(2)}
         assert len(sizes) == 1
         assert len(list(tmp_path.iterdir())) == 1
+
+    def test_source_that_does_not_compile_is_explained(self, tmp_path: Path) -> None:
+        source = tmp_path / "wrong.cu"
+        source.write_text("int half_a_function() { return")
+        with pytest.raises(KernelError, match=r"cannot compile wrong\.cu:\n.*error"):
+            Module(source, torch.device("cuda", 0), directory=tmp_path)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.95])

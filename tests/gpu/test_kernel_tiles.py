@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rushes_kernels.tile_kernels import choose_tiles, pack_tiles, unpack_tiles
 from rushes_kernels.video_sparse_attention import _pool, select_tiles, tile_map
 from torch import Tensor
 
@@ -31,8 +32,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_go_to_their_places_and_back(
     prefix: list[int], grid: tuple[int, int, int], dtype: torch.dtype, dim: int
 ) -> None:
-    from rushes_kernels.tile_kernels import pack_tiles, unpack_tiles
-
     tiles = tile_map(prefix, grid).to("cuda")
     # as a projection leaves them: a slice of wider rows
     wide = torch.randn(tiles.num_rows, 4, 3, dim, device="cuda").to(dtype)
@@ -49,15 +48,25 @@ def test_rows_go_to_their_places_and_back(
     torch.testing.assert_close(gated, expected.to(dtype))
 
 
+def test_rows_that_are_not_aligned_are_copied_first() -> None:
+    tiles = tile_map([7], (4, 4, 9)).to("cuda")
+    wide = torch.randn(tiles.num_rows, 3, 34, device="cuda").bfloat16()
+    x, gate = wide[..., 1:17], wide[..., 18:34]
+    packed, means = pack_tiles(x, tiles.rows_nB, tiles.sizes_n)
+    assert torch.equal(packed, x.transpose(0, 1)[:, tiles.rows_nB])
+    gated = unpack_tiles(packed, torch.ones_like(means), gate, tiles.rows_nB, tiles.sizes_n, tiles.num_rows)
+    torch.testing.assert_close(gated, (x.float() + gate.float()).bfloat16())
+
+
 class TestChooseTiles:
     def check(self, scores: Tensor, P: int, k: int) -> None:
-        from rushes_kernels.tile_kernels import choose_tiles
-
         expected = (P + select_tiles(scores[:, P:, P:], k)).int()
         assert torch.equal(choose_tiles(scores, P, k), expected)
 
     @pytest.mark.parametrize("P", [0, 1, 29])
-    @pytest.mark.parametrize(("V", "k"), [(1, 1), (2, 1), (63, 13), (64, 64), (65, 1), (200, 40), (1188, 238)])
+    @pytest.mark.parametrize(
+        ("V", "k"), [(1, 1), (2, 1), (63, 13), (64, 64), (65, 1), (200, 40), (1024, 1024), (1188, 238), (2100, 420)]
+    )
     def test_agrees_with_the_sort(self, P: int, V: int, k: int) -> None:
         for seed in range(3):
             generator = torch.Generator("cuda").manual_seed(seed)
@@ -73,6 +82,10 @@ class TestChooseTiles:
         scores = torch.zeros(1, 40, 40, device="cuda")
         scores[:, :, ::3] = -0.0
         self.check(scores, 0, 11)
+
+    def test_more_tiles_than_a_warp_holds_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="up to 4096 video tiles, got 4097"):
+            choose_tiles(torch.zeros(1, 4098, 4098, device="cuda"), 1, 5)
 
     def test_values_that_are_no_numbers_and_extremes(self) -> None:
         values = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 1e-45, -1e-45, 0.0, 1.0], device="cuda")
