@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--replay", type=Path, metavar="FILE", help="judge a history again and play nothing")
     chosen = parser.parse_args(arguments)
     if chosen.replay:
-        return _report(check(load(chosen.replay)))
+        violations = check(load(chosen.replay))
+        print(f"{len(violations)} violations", flush=True)
+        return _report(violations)
     out = chosen.out or Path(tempfile.mkdtemp(prefix="rushes-faults-"))
     out.mkdir(parents=True, exist_ok=True)
     print(f"histories below {out}", flush=True)
