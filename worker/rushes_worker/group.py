@@ -89,6 +89,7 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._open: dict[Connection, int] = {}
         self._failed: set[int] = set()
+        self._silenced: set[int] = set()
         self._rendezvous = directory / f"rendezvous-{epoch}"
         for rank in range(plan.sp):
             self._spawn(rank)
@@ -143,7 +144,7 @@ class RankGroup:
             return reports
         for rank, process in enumerate(self._ranks):
             # a rank that reported its failure leaves because of it; the render's owner decides what that means
-            if rank not in self._failed and has_exited(process):
+            if rank not in self._failed and (rank in self._silenced or has_exited(process)):
                 self._lose(rank)
         if self._patience is not None and time.monotonic() - self._heard_at > self._patience:
             self._time_out(self._patience)
@@ -233,6 +234,7 @@ class RankGroup:
                     reports.append((rank, connection.recv()))
             except (EOFError, OSError):
                 del self._open[connection]
+                self._silenced.add(rank)
                 self._await_exit(rank)
         return reports
 
@@ -247,17 +249,15 @@ class RankGroup:
             raise GroupUnfit(report.message)
 
     def _await_exit(self, rank: int) -> None:
-        """Wait until rank's process, whose socket has closed, is gone; that is a matter of moments."""
+        """Wait for rank's process, whose socket has closed, to be gone: moments, unless a driver holds it."""
         deadline = time.monotonic() + _REAP_SECONDS
-        while not has_exited(self._ranks[rank]):
-            if time.monotonic() > deadline:
-                os.killpg(self._ranks[rank].pid, signal.SIGKILL)
+        while not has_exited(self._ranks[rank]) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def _lose(self, rank: int) -> None:
         self.end("rank_died", rank=rank)
         process = self._ranks[rank]
-        ended = how_it_ended(process.returncode)
+        ended = "could not be ended" if process.returncode is None else how_it_ended(process.returncode)
         log.warning("rank_died", epoch=self.epoch, rank=rank, pid=process.pid, ended=ended)
         raise GroupLost(f"Rank {rank} of the worker {ended}.", rank=rank)
 

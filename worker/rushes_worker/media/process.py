@@ -7,6 +7,7 @@ talks over an inherited socket; `child.py` is what it does.
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,7 @@ __all__ = ["ClipSpec", "MediaProcess"]
 
 ABORT_SECONDS = 10.0
 """How long an abort may take, one unit's encoding included, before the process is killed instead."""
+_REAP_SECONDS = 5.0
 
 
 class MediaProcess:
@@ -162,7 +164,9 @@ class MediaProcess:
     def kill(self) -> None:
         """End the process at once and wait for it."""
         self._child.kill()
-        self._child.wait()
+        # a process that a device holds is left to the kernel: its owner goes on with a new one
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(_REAP_SECONDS)
 
     def restart(self) -> None:
         """Replace the process by a new one; a clip in progress is lost."""
