@@ -56,6 +56,11 @@ def _in(seconds: float) -> ColumnElement[Any]:
     return func.now() + timedelta(seconds=seconds)
 
 
+def _update_jobs() -> Update:
+    # a session that holds a row takes what comes back instead of working out what it would be
+    return update(Job).execution_options(synchronize_session=False, populate_existing=True)
+
+
 def _is(*states: JobState) -> ColumnElement[bool]:
     # literals, not parameters: a prepared statement's generic plan could not use a partial index otherwise
     return Job.state.in_([literal_column(f"'{state}'", Job.state.type) for state in states])
@@ -84,15 +89,14 @@ def create(**values: Any) -> ReturningInsert[Job]:
     return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
 
 
-_CLAIM = text("""
-WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
+_CANDIDATE = """
     SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
-        SELECT oldest.id, oldest.cost, share.project, share.clock FROM (
-            SELECT project, clock, greatest(virtual_time, clock) AS virtual_now
-            FROM project_shares, (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
-            ORDER BY virtual_now, project
+        SELECT oldest.*, share.clock FROM (
+            SELECT project, clock FROM project_shares,
+                (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
+            ORDER BY greatest(virtual_time, clock), project
         ) AS share, LATERAL (
-            SELECT id, num_frames * width * height / 1e8::float AS cost FROM jobs
+            SELECT id, project, priority, num_frames * width * height / 1e8::float AS cost FROM jobs
             WHERE state = 'queued' AND model = :model AND priority = urgency.priority AND project = share.project
                 AND run_at <= now() AND cancel_requested_at IS NULL
                 AND (deadline_at IS NULL OR deadline_at > now())
@@ -104,7 +108,7 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
                             AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
                     ))
             ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
-        ) AS oldest
+        ) AS oldest {lock}
         LIMIT 1
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
@@ -112,6 +116,16 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
         SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = urgency.priority
         ORDER BY project LIMIT 1
     ) IS NOT NULL
+"""
+_LOCK = """, LATERAL (
+            SELECT FROM project_shares WHERE project = share.project FOR NO KEY UPDATE SKIP LOCKED
+        ) AS lock"""
+_CLAIM = text(f"""
+WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
+    -- projects whose share another claim is changing are passed over, unless there are no others
+    (SELECT * FROM ({_CANDIDATE.format(lock=_LOCK)}) AS free LIMIT 1)
+    UNION ALL
+    (SELECT * FROM ({_CANDIDATE.format(lock="")}) AS any_project LIMIT 1)
     LIMIT 1
 ), claimed AS (
     UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
@@ -119,10 +133,16 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
         phase = NULL, completed_steps = 0
     FROM ready WHERE jobs.id = ready.id
     RETURNING jobs.*
-), charged AS (  -- read by nothing, so run last: claims of a project wait for each other only for a commit
+), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
     UPDATE project_shares
     SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
-    FROM ready WHERE project_shares.project = ready.project
+    FROM ready
+    WHERE project_shares.project = ready.project AND coalesce(  -- who waits alone has nobody to share with
+        (SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = ready.priority
+            AND project > ready.project ORDER BY project LIMIT 1),
+        (SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = ready.priority
+            AND project < ready.project ORDER BY project DESC LIMIT 1)
+    ) IS NOT NULL
 )
 SELECT * FROM claimed
 """)
@@ -152,7 +172,7 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[J
 def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[Job]:
     """CLAIMED -> RUNNING: the last moment at which a cancel or a deadline can win without an attempt."""
     return (
-        update(Job)
+        _update_jobs()
         .where(_held(job_id, fence, JobState.RUNNING), ~_MUST_STOP, Job.lease_until > func.now())
         .values(state=JobState.RUNNING, started_at=func.now(), lease_until=_in(lease_seconds))
         .returning(Job)
@@ -162,7 +182,7 @@ def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[J
 def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[bool]:
     """Extend the lease. No row: it is lost. True: a cancel was asked for, or the deadline has passed."""
     return (
-        update(Job)
+        _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, _IS_LEASED)
         .values(lease_until=_in(lease_seconds))
         .returning(_MUST_STOP)
@@ -180,7 +200,7 @@ def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progres
     True: a cancel was asked for, or the deadline has passed.
     """
     return (
-        update(Job)
+        _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, Job.state == JobState.RUNNING)
         .values(phase=phase, completed_steps=completed_steps, progress=func.greatest(Job.progress, min(progress, 99)))
         .returning(_MUST_STOP)
@@ -193,7 +213,7 @@ def complete(job_id: str, *, fence: int, result: dict[str, Any], timings: dict[s
     A cancel or a lost lease that came first wins. A deadline that nobody has acted on yet does not.
     """
     return (
-        update(Job)
+        _update_jobs()
         .where(
             _held(job_id, fence, JobState.COMPLETED),
             Job.lease_until > func.now(),
@@ -216,7 +236,7 @@ def complete(job_id: str, *, fence: int, result: dict[str, Any], timings: dict[s
 def fail(job_id: str, *, fence: int, error: dict[str, Any]) -> ReturningUpdate[Job]:
     """CLAIMED or RUNNING -> FAILED, for an error that another attempt would meet again."""
     return (
-        update(Job)
+        _update_jobs()
         .where(_held(job_id, fence, JobState.FAILED))
         .values(
             state=JobState.FAILED,
@@ -236,7 +256,7 @@ def retry_or_fail(job_id: str, *, fence: int, error: dict[str, Any], crashed: bo
     A job that crashes its workers is quarantined, attempts left or not: FAILED with code `worker_crash`.
     """
     return (
-        update(Job)
+        _update_jobs()
         .where(_held(job_id, fence, JobState.QUEUED))
         .values(**_after_loss(error, crashed=crashed))
         .returning(Job)
@@ -252,7 +272,7 @@ def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job
     spent = or_(Job.low_memory, Job.attempt >= Job.max_attempts)
     error = literal(OUT_OF_MEMORY | {"stage": stage}, Job.error.type)
     return (
-        update(Job)
+        _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, _is(JobState.RUNNING))
         .values(
             state=case((_IS_CANCELLED, _CANCELLED), (spent, _FAILED), else_=_QUEUED),
@@ -273,7 +293,7 @@ def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
 
     CANCELLED if that was asked for: no claim would take it again.
     """
-    return update(Job).where(_held(job_id, fence, JobState.QUEUED)).values(**_given_back()).returning(Job)
+    return _update_jobs().where(_held(job_id, fence, JobState.QUEUED)).values(**_given_back()).returning(Job)
 
 
 def _given_back() -> dict[str, Any]:
@@ -291,7 +311,7 @@ def _given_back() -> dict[str, Any]:
 def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[Job]:
     """CLAIMED -> QUEUED for what `owner` holds and does not know of: the reply to its claim was lost."""
     return (
-        update(Job)
+        _update_jobs()
         .where(Job.lease_owner == owner, _IS_LEASED, _is(JobState.CLAIMED), Job.fence.not_in(fences))
         .values(**_given_back())
         .returning(Job)
@@ -305,7 +325,7 @@ def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
     """
     never_started = and_(~_IS_CANCELLED, _is(JobState.CLAIMED))
     return (
-        update(Job)
+        _update_jobs()
         .where(_held(job_id, fence, JobState.CANCELLED), _MUST_STOP)
         .values(
             state=case((never_started, literal(JobState.EXPIRED, Job.state.type)), else_=_CANCELLED),
@@ -344,7 +364,7 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
     )
     was_heard_of = exists().where(Replica.id == Job.lease_owner, Replica.last_seen > Job.lease_until)
     values = _after_loss(LEASE_LOST, crashed=~was_heard_of)
-    return update(Job).where(Job.id == dead.c.id).values(**values).returning(Job)
+    return _update_jobs().where(Job.id == dead.c.id).values(**values).returning(Job)
 
 
 def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
@@ -359,7 +379,7 @@ def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
     return (
-        update(Job)
+        _update_jobs()
         .where(Job.id == late.c.id)
         .values(state=JobState.EXPIRED, error=DEADLINE_EXCEEDED, finished_at=func.now())
         .returning(Job)
@@ -371,12 +391,12 @@ def cancel(job_id: str, *, project: str) -> ReturningUpdate[Job]:
 
     No row: the project has no such job.
     """
-    return update(Job).where(*_visible(job_id, project)).values(**_to_cancel()).returning(Job)
+    return _update_jobs().where(*_visible(job_id, project)).values(**_to_cancel()).returning(Job)
 
 
 def delete_job(job_id: str, *, project: str) -> ReturningUpdate[Job]:
     """Hide a job for good, and cancel it as `cancel` does."""
-    return update(Job).where(*_visible(job_id, project)).values(deleted_at=func.now(), **_to_cancel()).returning(Job)
+    return _update_jobs().where(*_visible(job_id, project)).values(deleted_at=func.now(), **_to_cancel()).returning(Job)
 
 
 def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
@@ -386,7 +406,7 @@ def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
     in another state.
     """
     return (
-        update(Job)
+        _update_jobs()
         .where(*_visible(job_id, project), _is(*RETRYABLE_STATES))
         .values(
             state=JobState.QUEUED,
@@ -438,7 +458,7 @@ def unpurged(*, limit: int = 20) -> Select[Job]:
 
 def mark_purged(job_id: str) -> Update:
     """Record that a deleted job left nothing in the store, and forget its prompt."""
-    return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
+    return _update_jobs().where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
 
 
 def outlived_results(*, days: int, limit: int = 20) -> Select[Job]:
@@ -454,7 +474,7 @@ def outlived_results(*, days: int, limit: int = 20) -> Select[Job]:
 def mark_result_removed(job_id: str) -> Update:
     """Record that the clip of a completed job is no longer stored."""
     removed = func.jsonb_build_object("deleted_at", func.now())
-    return update(Job).where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
+    return _update_jobs().where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
 
 
 def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any]:

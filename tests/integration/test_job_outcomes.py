@@ -11,7 +11,7 @@ from rushes_core.states import JobState
 from sqlalchemy import Engine, func, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from support.job_rows import ERROR, MODEL, RESULT, JobRows
+from support.job_rows import ERROR, MODEL, RESULT, JobRows, wait_past_restart
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,7 @@ class TestQuarantine:
         assert (outcomes[-1].crashed_on, outcomes[-1].error["code"]) == (["one-r0"], "worker_crash")
 
     def test_counts_leases_that_ran_out(self, rows: JobRows) -> None:
+        wait_past_restart(rows.engine)
         rows.add(max_attempts=10)
         for owner in ("one#1", "two#1"):
             job = run_on(rows, owner)

@@ -16,9 +16,8 @@ from rushes_core.storage import RESULTS, ObjectStore, file_sha256, job_prefix, r
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
-from support.job_rows import ERROR, RESULT, JobRows
+from support.job_rows import ERROR, RESULT, JobRows, wait_past_restart
 from support.stack import s3_client
-from support.waiting import wait_until
 
 DAY = timedelta(days=1)
 
@@ -33,10 +32,7 @@ def sweeper(settings: Settings) -> Iterator[Sweeper]:
 @pytest.fixture
 def rows(settings: Settings) -> Iterator[JobRows]:
     engine = create_sync_engine(settings)
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        # leases that ran out before the server was up are left alone for a while
-        up = text("SELECT now() > pg_postmaster_start_time() + interval '7 s'")
-        wait_until(lambda: connection.execute(up).scalar_one())
+    wait_past_restart(engine)
     yield JobRows(engine)
     with engine.begin() as connection:
         tables = "jobs, job_attempts, job_events, outbox, project_shares, idempotency_keys, replicas"
@@ -211,9 +207,10 @@ def test_shares_of_idle_projects_are_forgotten_and_come_back(sweeper: Sweeper, r
             return set(session.scalars(select(ProjectShare.project)))
 
     idle = rows.claimed(project="idle")
-    for _ in range(2):
-        rows.claimed(project="latest")
+    rows.claimed(project="latest")
     rows.add(project="busy")
+    with rows.engine.begin() as connection:
+        connection.execute(update(ProjectShare).where(ProjectShare.project == "latest").values(last_start=5))
     sweeper.tidy()
     assert shares() == {"busy", "latest"}
     # a job that comes back to the queue brings its project's share back: without one it would never be claimed

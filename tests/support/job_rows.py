@@ -5,12 +5,20 @@ from typing import Any
 from rushes_core import jobs
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
+from support.waiting import wait_until
 
 MODEL = "tiny"
 RESULT: dict[str, Any] = {"bucket": "b", "key": "k", "bytes": 1, "sha256": "0" * 64}
 ERROR: dict[str, Any] = {"code": "generation_failed", "message": "no"}
+
+
+def wait_past_restart(engine: Engine) -> None:
+    """Return when leases that ran out a moment ago are no longer put down to a restart of the server."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        up = text("SELECT now() > pg_postmaster_start_time() + interval '7 s'")
+        wait_until(lambda: connection.execute(up).scalar_one())
 
 
 class JobRows:

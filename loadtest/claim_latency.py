@@ -1,0 +1,74 @@
+"""How long a claim takes, its commit included, while many jobs of many projects wait.
+
+    python loadtest/claim_latency.py --jobs 1000000 --projects 200
+
+One line of JSON for one connection alone, one for several at once.
+"""
+
+import argparse
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import bench
+from rushes_core import jobs
+from rushes_core.database import create_sync_engine
+from rushes_core.settings import Settings
+from sqlalchemy.orm import Session
+
+WARM_UP = 20
+"""Claims before the figures begin: a connection plans its first statements anew."""
+
+
+def claims(settings: Settings, owner: str, count: int) -> list[float]:
+    """Milliseconds of each of `count` claims, as a worker makes them."""
+    engine = create_sync_engine(settings, pool_size=1, autocommit=True)
+    taken: list[float] = []
+    for _ in range(count + WARM_UP):
+        began = time.perf_counter()
+        with Session(engine) as session, session.begin():
+            job = session.scalars(jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=3_600)).one()
+            assert job.fence is not None
+        taken.append((time.perf_counter() - began) * 1_000)
+    engine.dispose()
+    return taken[WARM_UP:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=1_000_000)
+    parser.add_argument("--projects", type=int, default=200)
+    parser.add_argument("--claims", type=int, default=4_000)
+    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--keep", action="store_true", help="the queue is filled already")
+    arguments = parser.parse_args()
+    with bench.servers() as settings:
+        engine = create_sync_engine(settings)
+        if not arguments.keep:
+            bench.clear(engine)
+            began = time.monotonic()
+            bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)
+            bench.report("fill", jobs=arguments.jobs, jobs_per_s=arguments.jobs / (time.monotonic() - began))
+        for connections in (1, arguments.connections):
+            each = arguments.claims // connections
+            tasks = [(settings, f"load-r{number}#bench", each) for number in range(connections)]
+            began = time.monotonic()
+            with get_context("spawn").Pool(connections) as pool:
+                taken = [milliseconds for found in pool.starmap(claims, tasks) for milliseconds in found]
+            bench.report(
+                "claim",
+                queued=arguments.jobs,
+                projects=arguments.projects,
+                connections=connections,
+                claims=len(taken),
+                p50_ms=bench.percentile(taken, 50),
+                p99_ms=bench.percentile(taken, 99),
+                max_ms=max(taken),
+                load_average=Path("/proc/loadavg").read_text().split()[0],
+                seconds=time.monotonic() - began,
+            )
+        engine.dispose()
+
+
+if __name__ == "__main__":
+    main()
