@@ -1,12 +1,13 @@
 """The sweeper: puts right what died, ran late, was deleted or was left behind. Any number may run at once."""
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from rushes_core import jobs
@@ -17,6 +18,9 @@ from rushes_core.states import LEASED_STATES
 from rushes_core.storage import RESULTS, ObjectStore, StoredItem, job_prefix
 
 log = get_logger(__name__)
+
+_AFTER_OUTAGE_SECONDS = 5.0
+"""How long after an outage of the database its silence is not held against those who hold leases."""
 
 _RESULT_KEY = re.compile(rf"{RESULTS}[^/]+/(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/[^/]+")
 
@@ -38,18 +42,21 @@ class Sweeper:
         self._store = ObjectStore(settings)
         self._retention_days = settings.retention_days
         self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
+        self._reap_from = float("-inf")
 
     def sweep(self) -> None:
-        """End dead attempts, expire late jobs, forget silent replicas. Touches rows alone."""
-        with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.reap()):
-                log.warning(
-                    "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
-                )
-        with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.expire()):
-                log.info("job_expired", job_id=job.id)
-            session.execute(jobs.forget_stale_replicas())
+        """End dead attempts, expire late jobs, forget silent replicas. Touches rows alone.
+
+        A database that was away took no renewal from anybody: when it is back, replicas get time to say that they
+        live before their attempts are ended and count as crashes.
+        """
+        try:
+            if time.monotonic() >= self._reap_from:
+                self._reap()
+            self._expire()
+        except DBAPIError:
+            self._reap_from = time.monotonic() + _AFTER_OUTAGE_SECONDS
+            raise
 
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request."""
@@ -88,6 +95,19 @@ class Sweeper:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def _reap(self) -> None:
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            for job in session.scalars(jobs.reap()):
+                log.warning(
+                    "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
+                )
+
+    def _expire(self) -> None:
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            for job in session.scalars(jobs.expire()):
+                log.info("job_expired", job_id=job.id)
+            session.execute(jobs.forget_stale_replicas())
 
     def _orphans_of(self, items: list[StoredItem]) -> list[Orphan]:
         # a key of another form is not ours to judge
