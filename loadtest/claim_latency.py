@@ -22,7 +22,7 @@ WARM_UP = 20
 
 def claims(settings: Settings, owner: str, count: int) -> list[float]:
     """Milliseconds of each of `count` claims, as a worker makes them."""
-    engine = create_sync_engine(settings, pool_size=1, autocommit=True)
+    engine = create_sync_engine(settings, pool_size=1)
     taken: list[float] = []
     for _ in range(count + WARM_UP):
         began = time.perf_counter()

@@ -31,8 +31,9 @@ RESULT: dict[str, Any] = {
 
 def complete_jobs(settings: Settings, owner: str, until: float) -> tuple[int, float]:
     """Claim, start and complete until the monotonic time `until`; how many were completed, and CPU seconds used."""
-    engine = create_sync_engine(settings, pool_size=1, autocommit=True)
-    with engine.connect() as connection:
+    engine = create_sync_engine(settings, pool_size=1)
+    # every statement is a transaction of its own
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         one(connection, jobs.claim(model="none", owner=owner, lease_seconds=60))
         count, used = 0, time.process_time()
         while time.monotonic() < until:

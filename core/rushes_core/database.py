@@ -21,21 +21,10 @@ _CONNECT_ARGS = {
 }
 
 
-def create_sync_engine(settings: Settings, *, pool_size: int = 5, autocommit: bool = False) -> Engine:
-    """Engine of a worker or the dispatcher. A connection is checked before it is used.
-
-    Args:
-        autocommit: every statement is a transaction of its own, whatever the code around it says: one round trip
-            instead of three, and no lock is held while the client thinks.
-    """
-    options = {"isolation_level": "AUTOCOMMIT"} if autocommit else {}
+def create_sync_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
+    """Engine of a worker or the dispatcher. A connection is checked before it is used."""
     return create_engine(
-        settings.database_url,
-        pool_size=pool_size,
-        max_overflow=2,
-        pool_pre_ping=True,
-        connect_args=_CONNECT_ARGS,
-        **options,
+        settings.database_url, pool_size=pool_size, max_overflow=2, pool_pre_ping=True, connect_args=_CONNECT_ARGS
     )
 
 
