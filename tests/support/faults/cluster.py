@@ -310,6 +310,8 @@ class Cluster:
         for process in [*self.workers, *self.parts]:
             if process.is_running:
                 process.kill()
+        with suppress(psycopg.Error):
+            self.servers.drop(self.env)
         self._running.close()
 
     def settings(self, **changes: Any) -> Settings:

@@ -59,6 +59,12 @@ class Servers:
         s3_client(env).create_bucket(Bucket=env["RUSHES_S3_BUCKET"])
         return env
 
+    def drop(self, env: dict[str, str]) -> None:
+        """Remove a database of `fresh_env`: a server that was killed reads every file that it has before it answers."""
+        name = make_url(env["RUSHES_DATABASE_URL"]).database
+        with psycopg.connect(libpq_url(env, database="postgres"), autocommit=True) as connection:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
     def address(self, name: str) -> tuple[str, int]:
         """Host and port of a server."""
         return "127.0.0.1", self._server(name).port  # type: ignore[attr-defined]
