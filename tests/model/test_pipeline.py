@@ -94,6 +94,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="fast-please"):
             FastH3Pipeline(checkpoint, options=["fast-please"])
 
+    def test_provider_of_attention_that_cannot_serve(self, checkpoint: Path) -> None:
+        with pytest.raises(ValueError, match="provider hopper cannot serve: it needs a CUDA device, got cpu"):
+            FastH3Pipeline(checkpoint, options=["attention=hopper"])
+
     def test_missing_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="nowhere"):
             FastH3Pipeline(tmp_path / "nowhere")

@@ -60,12 +60,18 @@ class FastH3Pipeline:
     ) -> None:
         """Check the checkpoint, join the other ranks and load this rank's part of every component.
 
+        Args:
+            options: `attention=PROVIDER` asks for a provider of sparse attention; by default the device decides.
+
         Raises:
             CheckpointError: the directory cannot be served.
-            ValueError: `sp` does not divide the transformer's heads, or an option is unknown.
+            ValueError: `sp` does not divide the transformer's heads, an option is unknown or cannot be served.
         """
-        if options:
-            raise ValueError(f"this pipeline takes no options, got {', '.join(options)}")
+        attention = None
+        for option in options:
+            name, _, attention = option.partition("=")
+            if name != "attention":
+                raise ValueError(f"this pipeline takes the option attention=PROVIDER, got {option}")
         opened = open_checkpoint(checkpoint)
         self._config = opened.transformer_config
         self._parallel = SequenceParallel.connect(rank, sp, device)
@@ -86,6 +92,7 @@ class FastH3Pipeline:
             device=self._device,
             dtype=precision.transformer,
             parallel=self._parallel,
+            attention=attention,
         )
         self._text_dtype = precision.text_encoder
         self._text_encoder = None
