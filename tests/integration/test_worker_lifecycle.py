@@ -171,7 +171,7 @@ class TestStop:
 
     def test_running_job_is_finished_within_the_grace_period(self, jobs: Jobs, start_worker: StartWorker) -> None:
         worker = start_worker()
-        job_id, waiting = jobs.add("[step 0.4]"), jobs.add()
+        job_id, waiting = jobs.add("[step 0.5]"), jobs.add()
         jobs.wait_for_step(job_id, 1)
         jobs.wait_for(waiting, JobState.CLAIMED)
         worker.terminate()

@@ -47,7 +47,7 @@ def worker(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 class TestClaimedAhead:
     def test_next_job_is_claimed_while_one_runs_and_started_after_it(self, worker: Worker, jobs: Jobs) -> None:
-        running, ahead, normal = jobs.add("[step 0.2]"), jobs.add(), jobs.add()
+        running, ahead, normal = jobs.add("[step 0.4]"), jobs.add(), jobs.add()
         jobs.wait_for(running, JobState.RUNNING)
         claimed = jobs.wait_for(ahead, JobState.CLAIMED)
         assert jobs.get(running).state == JobState.RUNNING
@@ -64,7 +64,7 @@ class TestClaimedAhead:
         assert jobs.states(ahead) == ["queued", "claimed", "running", "completed"]
 
     def test_cancel_of_a_claimed_job_wins(self, worker: Worker, jobs: Jobs) -> None:
-        running, ahead = jobs.add("[step 0.25]"), jobs.add()
+        running, ahead = jobs.add("[step 0.5]"), jobs.add()
         jobs.wait_for(ahead, JobState.CLAIMED)
         jobs.cancel(ahead)
         cancelled = jobs.wait_for(ahead, JobState.CANCELLED)

@@ -114,8 +114,9 @@ class Claimer:
         next_poll = 0.0
         while True:
             self._wake.clear()
+            closing = self._closing
             self._look_after_held()
-            if self._closing:
+            if closing:
                 return
             if self._may_claim() and (self._due or time.monotonic() >= next_poll):
                 self._due = False
