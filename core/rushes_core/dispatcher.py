@@ -37,11 +37,12 @@ class Dispatcher:
     def __init__(self, settings: Settings) -> None:
         self._engine: Engine = create_sync_engine(settings, pool_size=1)
         self._hints = HintQueue(settings)
+        self._pool = settings.pool
 
     def hint(self) -> int:
         """Keep as many hints in Redis as jobs are ready, up to a bound; returns how many were sent."""
         with Session(self._engine) as session:
-            ready = session.execute(jobs.num_ready(limit=MAX_HINTS)).scalar_one()
+            ready = session.execute(jobs.num_ready(pool=self._pool, limit=MAX_HINTS)).scalar_one()
         return self._hints.top_up(ready) if ready else 0
 
     def close(self) -> None:
@@ -82,11 +83,19 @@ def run(settings: Settings) -> int:
 
 
 def _repeat(stop: threading.Event, name: str, seconds: float, action: Callable[[], object]) -> None:
+    failing = False
     while not stop.wait(seconds):
         try:
             action()
         except (DBAPIError, PoolTimeout, BrokerError, RedisError, StorageError, OSError) as error:
-            log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+            # once for an outage, which may be hours of passes
+            if not failing:
+                log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+            failing = True
         except Exception:
             # a bug met once must not end what keeps every other job going
             log.exception(f"{name}_failed")
+        else:
+            if failing:
+                log.info(f"{name}_recovered")
+            failing = False

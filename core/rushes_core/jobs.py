@@ -39,6 +39,8 @@ from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, JobAttempt,
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
 STALE_REPLICA = timedelta(days=1)
+SERVING_WINDOW = timedelta(minutes=1)
+"""A replica that has been silent for longer is not woken: it will look for work by itself when it is back."""
 RESTART_GRACE = timedelta(seconds=5)
 """How long after the database's start holders may still give back leases that ran out while it was down."""
 IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
@@ -321,9 +323,9 @@ def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[J
 def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
     """CLAIMED or RUNNING -> CANCELLED, by the holder, after a cancel was asked for or the deadline has passed.
 
-    CLAIMED -> EXPIRED for the deadline: such a job never started.
+    CLAIMED -> EXPIRED for the deadline of a job of which no attempt has started.
     """
-    never_started = and_(~_IS_CANCELLED, _is(JobState.CLAIMED))
+    never_started = and_(~_IS_CANCELLED, Job.started_at.is_(None))
     return (
         _update_jobs()
         .where(_held(job_id, fence, JobState.CANCELLED), _MUST_STOP)
@@ -368,7 +370,7 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
 
 
 def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
-    """QUEUED -> EXPIRED for jobs that did not start before their deadline."""
+    """QUEUED -> EXPIRED for jobs that did not start before their deadline; CANCELLED if an attempt had started."""
     late = (
         select(Job.id)
         .where(_IS_QUEUED, Job.deadline_at <= func.now())
@@ -381,7 +383,17 @@ def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
     return (
         _update_jobs()
         .where(Job.id == late.c.id)
-        .values(state=JobState.EXPIRED, error=DEADLINE_EXCEEDED, finished_at=func.now())
+        .values(
+            state=case(
+                (Job.started_at.is_(None), literal(JobState.EXPIRED, Job.state.type)),
+                else_=_CANCELLED,
+            ),
+            error=case(
+                (Job.started_at.is_(None), literal(DEADLINE_EXCEEDED, Job.error.type)),
+                else_=literal(DEADLINE_PASSED, Job.error.type),
+            ),
+            finished_at=func.now(),
+        )
         .returning(Job)
     )
 
@@ -549,17 +561,28 @@ def num_ahead(job: Job) -> Select[int]:
     return select(func.count()).select_from(ahead)
 
 
-def num_ready(*, limit: int) -> Select[int]:
-    """Jobs that could be claimed now, counted up to `limit`."""
+def num_ready(*, pool: str, limit: int) -> Select[int]:
+    """Jobs that a replica of the pool could claim now, counted up to `limit`."""
     lanes = _lanes()
+    is_served = exists().where(
+        Replica.model == lanes.c.model,
+        Replica.pool == pool,
+        Replica.state.in_(("ready", "busy")),
+        Replica.last_seen > func.now() - SERVING_WINDOW,
+    )
     one = (
         select(_ONE.label("one"))
-        .where(_in_lane(lanes), Job.run_at <= func.now(), Job.cancel_requested_at.is_(None))
+        .where(
+            _in_lane(lanes),
+            Job.run_at <= func.now(),
+            Job.cancel_requested_at.is_(None),
+            or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
+        )
         .limit(limit)
         .correlate(lanes)
         .lateral("ready_in_lane")
     )
-    ready = select(one.c.one).select_from(lanes).join(one, true()).limit(limit).subquery()
+    ready = select(one.c.one).select_from(lanes).join(one, true()).where(is_served).limit(limit).subquery()
     return select(func.count()).select_from(ready)
 
 

@@ -7,11 +7,11 @@ from redis import Redis
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Dispatcher
-from rushes_core.models import Job
+from rushes_core.models import Job, Replica
 from rushes_core.queue import MAX_HINTS
 from rushes_core.settings import Settings
-from sqlalchemy import func, select, text
-from support.job_rows import JobRows
+from sqlalchemy import Engine, func, select, text, update
+from support.job_rows import MODEL, JobRows
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,36 @@ def redis(settings: Settings) -> Iterator[Redis]:
 def rows(settings: Settings, redis: Redis) -> Iterator[JobRows]:
     engine = create_sync_engine(settings)
     redis.flushdb()
+    _serve(engine)
     yield JobRows(engine)
     with engine.begin() as connection:
         connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
     engine.dispose()
 
 
+def _serve(engine: Engine) -> None:
+    values = {"pool": "default", "layout": "r1s1", "model": MODEL, "device": "cpu", "state": "ready", "epoch": 1}
+    with engine.begin() as connection:
+        connection.execute(jobs.upsert_replica("replica", **values))
+
+
 class TestHint:
+    def test_wakes_nobody_for_a_model_that_no_replica_of_the_pool_serves(
+        self, dispatcher: Dispatcher, rows: JobRows
+    ) -> None:
+        rows.add(model="another")
+        assert dispatcher.hint() == 0
+        rows.add()
+        with rows.engine.begin() as connection:
+            connection.execute(update(Replica).values(pool="other"))
+        assert dispatcher.hint() == 0
+
+    def test_wakes_nobody_for_a_replica_that_is_silent(self, dispatcher: Dispatcher, rows: JobRows) -> None:
+        rows.add()
+        with rows.engine.begin() as connection:
+            connection.execute(update(Replica).values(last_seen=func.now() - text("interval '2 minutes'")))
+        assert dispatcher.hint() == 0
+
     def test_sends_one_hint_for_each_ready_job(
         self, dispatcher: Dispatcher, rows: JobRows, redis: Redis, settings: Settings
     ) -> None:

@@ -109,7 +109,7 @@ class TestPlan:
         ("statement", "index"),
         [
             (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claim"),
-            (jobs.num_ready(limit=64), "ix_jobs_claim"),
+            (jobs.num_ready(pool="default", limit=64), "ix_jobs_claim"),
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
             (jobs.expire(), "ix_jobs_deadline"),

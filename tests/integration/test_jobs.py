@@ -59,6 +59,14 @@ class TestClaim:
         assert rows.run(jobs.expire()).id == job.id
         assert rows.read(job.id).state is JobState.EXPIRED
 
+    def test_deadline_that_passes_after_a_lost_attempt_cancels(self, rows: JobRows) -> None:
+        job = rows.running()
+        rows.run(jobs.retry_or_fail(job.id, fence=job.fence, error=ERROR, crashed=True))
+        rows.run(update(Job).values(deadline_at=func.now() - text("interval '1 second'")).returning(Job.id))
+        assert rows.run(jobs.expire()).id == job.id
+        ended = rows.read(job.id)
+        assert (ended.state, ended.error) == (JobState.CANCELLED, jobs.DEADLINE_PASSED)
+
     def test_raises_attempt_and_fence(self, rows: JobRows) -> None:
         job = rows.running()
         lost = rows.run(jobs.retry_or_fail(job.id, fence=job.fence, error=ERROR, crashed=True))
