@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 sweeper.sweep()
                 sweeper.purge()
+                sweeper.purge_again()
                 sweeper.tidy()
     finally:
         sweeper.close()

@@ -26,6 +26,8 @@ SWEEP_SECONDS = 1.0
 """How often dead leases, passed deadlines and deleted jobs are looked for."""
 TIDY_SECONDS = 60.0
 """How often retention and other leftovers are looked for."""
+PURGE_AGAIN_SECONDS = 600.0
+"""How often deleted jobs are looked at again for objects that came late."""
 ORPHAN_SECONDS = 3_600.0
 """How often the whole store is listed for orphans."""
 _STOP_SECONDS = 5.0
@@ -65,6 +67,7 @@ def run(settings: Settings) -> int:
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("tidy", TIDY_SECONDS, sweeper.tidy),
+        ("purge_again", PURGE_AGAIN_SECONDS, sweeper.purge_again),
     ]
     if settings.sweep_orphans:
         repeated.append(("orphans", ORPHAN_SECONDS, lambda: list(sweeper.orphans(delete=True))))

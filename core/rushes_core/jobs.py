@@ -458,14 +458,24 @@ def _to_cancel() -> dict[str, Any]:
     }
 
 
-def unpurged(*, limit: int = 20) -> Select[Job]:
-    """Deleted jobs that have ended and whose objects may still lie in the store."""
+def unpurged(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
+    """Deleted jobs that have ended and whose objects may still lie in the store, but for those in `skip`."""
     return (
         select(Job)
-        .where(Job.deleted_at.is_not(None), Job.purged_at.is_(None), Job.state.in_(FINAL_STATES))
+        .where(
+            Job.deleted_at.is_not(None),
+            Job.purged_at.is_(None),
+            Job.state.in_(FINAL_STATES),
+            Job.id.not_in(skip),
+        )
         .order_by(Job.deleted_at)
         .limit(limit)
     )
+
+
+def purged_lately(*, hours: int) -> Select[Job]:
+    """Deleted jobs whose objects were removed within the last hours."""
+    return select(Job).where(Job.deleted_at.is_not(None), Job.purged_at > func.now() - timedelta(hours=hours))
 
 
 def mark_purged(job_id: str) -> Update:
@@ -473,11 +483,15 @@ def mark_purged(job_id: str) -> Update:
     return _update_jobs().where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
 
 
-def outlived_results(*, days: int, limit: int = 20) -> Select[Job]:
-    """Completed jobs that ended more than `days` days ago and whose clips are still stored."""
+def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
+    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`."""
     return (
         select(Job)
-        .where(text(RESULT_RETAINED), Job.finished_at < func.now() - timedelta(days=days))
+        .where(
+            text(RESULT_RETAINED),
+            Job.finished_at < func.now() - timedelta(days=days),
+            Job.id.not_in(skip),
+        )
         .order_by(Job.finished_at)
         .limit(limit)
     )
@@ -494,9 +508,16 @@ def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | Non
     return select(Job.id, Job.state, Job.fence, Job.result["key"].astext).where(Job.id.in_(job_ids))
 
 
-def forget_idempotency_keys() -> Delete:
-    """Drop the keys of requests that are older than a day."""
-    return delete(IdempotencyKey).where(IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT)
+def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:
+    """Drop keys of requests that are older than a day."""
+    columns = (IdempotencyKey.project, IdempotencyKey.api_key, IdempotencyKey.route, IdempotencyKey.key)
+    old = (
+        select(*columns)
+        .where(IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    return delete(IdempotencyKey).where(tuple_(*columns).in_(old)).returning(IdempotencyKey.key)
 
 
 def lock_shares() -> TextClause:

@@ -2,17 +2,20 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, Select, Update, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
+from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
+from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
 from rushes_core.storage import RESULTS, ObjectStore, StoredItem, job_prefix
@@ -23,6 +26,11 @@ _AFTER_OUTAGE_SECONDS = 5.0
 """How long after an outage of the database its silence is not held against those who hold leases."""
 
 _RESULT_KEY = re.compile(rf"{RESULTS}[^/]+/(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/[^/]+")
+
+
+_PURGED_AGAIN_HOURS = 24
+_MAX_FAILURES = 20
+"""Jobs whose objects could not be removed after which a pass ends: the store is down, or refuses everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +68,26 @@ class Sweeper:
 
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request."""
+        self._remove_objects(jobs.unpurged, jobs.mark_purged, "job_purged")
+
+    def purge_again(self) -> None:
+        """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            deleted = session.scalars(jobs.unpurged()).all()
-        for job in deleted:
-            self._store.delete_prefix(job_prefix(job.project, job.id))
-            with self._engine.begin() as connection:
-                connection.execute(jobs.mark_purged(job.id))
-            log.info("job_purged", job_id=job.id)
+            purged = session.scalars(jobs.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
+        for job in purged:
+            if count := self._store.delete_prefix(job_prefix(job.project, job.id)):
+                log.info("late_objects_removed", job_id=job.id, count=count)
 
     def tidy(self) -> None:
-        """Remove what has had its time: clips beyond retention, unfinished uploads, old keys and idle shares."""
-        with self._engine.begin() as connection:
-            connection.execute(jobs.forget_idempotency_keys())
-        self._forget_idle_shares()
-        if self._retention_days:
-            self._remove_outlived()
-        for key in self._store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
-            log.info("upload_aborted", key=key)
+        """Remove what has had its time: old keys, idle shares, unfinished uploads, clips beyond retention.
+
+        What fails is logged and left to the next pass; the rest is done all the same.
+        """
+        for step in (self._forget_keys, self._forget_idle_shares, self._abort_uploads, self._remove_outlived):
+            try:
+                step()
+            except (DBAPIError, StorageError) as error:
+                log.warning("tidy_failed", step=step.__name__.strip("_"), error=str(error).splitlines()[0])
 
     def orphans(self, *, delete: bool) -> Iterator[Orphan]:
         """Every orphan that is old enough, found page by page; `delete` removes a page before it is handed out.
@@ -125,16 +136,41 @@ class Sweeper:
         ]
 
     def _remove_outlived(self) -> None:
-        while True:
+        if self._retention_days:
+            outlived = partial(jobs.outlived_results, days=self._retention_days)
+            self._remove_objects(outlived, jobs.mark_result_removed, "result_outlived")
+
+    def _remove_objects(self, find: Callable[..., Select[Job]], mark: Callable[[str], Update], event: str) -> None:
+        """Remove the objects of every job that `find` finds, and mark each.
+
+        A job whose objects stay is passed over: one locked object must not hold up all others.
+        """
+        failed: set[str] = set()
+        while len(failed) < _MAX_FAILURES:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
-                outlived = session.scalars(jobs.outlived_results(days=self._retention_days)).all()
-            for job in outlived:
-                self._store.delete_prefix(job_prefix(job.project, job.id))
-                with self._engine.begin() as connection:
-                    connection.execute(jobs.mark_result_removed(job.id))
-                log.info("result_outlived", job_id=job.id)
-            if not outlived:
+                found = session.scalars(find(skip=failed)).all()
+            if not found:
                 return
+            for job in found:
+                try:
+                    self._store.delete_prefix(job_prefix(job.project, job.id))
+                except StorageError as error:
+                    failed.add(job.id)
+                    log.warning("objects_stay", job_id=job.id, error=str(error).splitlines()[0])
+                    continue
+                with self._engine.begin() as connection:
+                    connection.execute(mark(job.id))
+                log.info(event, job_id=job.id)
+
+    def _forget_keys(self) -> None:
+        while True:
+            with self._engine.begin() as connection:
+                if not connection.execute(jobs.forget_idempotency_keys()).all():
+                    return
+
+    def _abort_uploads(self) -> None:
+        for key in self._store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
+            log.info("upload_aborted", key=key)
 
     def _forget_idle_shares(self) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
+from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
@@ -114,6 +115,37 @@ class TestPurge:
         rows.run(jobs.delete_job(job.id, project="default"))
         sweeper.purge()
         assert rows.read(job.id).purged_at is None
+
+    def test_removes_what_a_late_attempt_stored_after_the_purge(
+        self, sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        job = completed(rows, store, tmp_path)
+        rows.run(jobs.delete_job(job.id, project="default"))
+        sweeper.purge()
+        late = result_key(job.project, job.id, 9, 9)
+        put(store, tmp_path, late)
+        sweeper.purge_again()
+        assert store.head(late) is None
+
+    def test_passes_over_a_job_whose_objects_cannot_be_removed(
+        self, settings: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        stuck, free = (completed(rows, store, tmp_path) for _ in range(2))
+        for job in (stuck, free):
+            rows.run(jobs.delete_job(job.id, project="default"))
+        sweeper = Sweeper(settings)
+        remove = sweeper._store.delete_prefix
+
+        def refuse(prefix: str) -> int:
+            if prefix == job_prefix(stuck.project, stuck.id):
+                raise StorageError(f"{prefix}: AccessDenied")
+            return remove(prefix)
+
+        sweeper._store.delete_prefix = refuse
+        sweeper.purge()
+        sweeper.close()
+        assert rows.read(stuck.id).purged_at is None
+        assert rows.read(free.id).purged_at is not None
 
 
 class TestRetention:
