@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.faults.checker import check
+from rushes_core.states import TRANSITIONS
+from support.faults.checker import ALLOWED, RETRIED, check
 from support.faults.history import Record
 
 JOB = "video_1"
@@ -359,3 +360,8 @@ def test_bad_history_is_caught(tell: Change, invariant: str, kind: str) -> None:
     story = Story()
     tell(story)
     assert (invariant, kind) in caught(story)
+
+
+def test_checker_allows_what_the_job_domain_allows() -> None:
+    moves = {(old.value, new.value) for old, targets in TRANSITIONS.items() for new in targets}
+    assert moves == {(old, new) for old, new in ALLOWED if old} | {(state, "queued") for state in RETRIED}

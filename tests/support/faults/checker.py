@@ -40,6 +40,7 @@ ALLOWED = frozenset(
         ("claimed", "queued"),
         ("claimed", "cancelled"),
         ("claimed", "failed"),
+        ("claimed", "expired"),
         ("running", "completed"),
         ("running", "failed"),
         ("running", "cancelled"),
