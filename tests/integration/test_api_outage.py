@@ -17,6 +17,7 @@ from support.api import API_KEY, AUTHORIZED, JobDriver, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.proxy import FreezableProxy
 from support.stack import SharedStack, libpq_url
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,12 @@ def api_settings(stack: SharedStack, checkpoint: Path) -> Settings:
 
 def started(settings: Settings) -> TestClient:
     return TestClient(create_app(settings), headers=AUTHORIZED)
+
+
+def warm_up(client: TestClient) -> None:
+    """Return when what is slow for the first time has been done: the times that these tests set are short."""
+    wait_until(lambda: client.get("/v1/videos").status_code == 200)
+    wait_until(lambda: client.get("/readyz").json().get("checks", {}).get("storage") == "ok")
 
 
 def checks(client: TestClient, status: int) -> dict[str, str]:
@@ -112,6 +119,7 @@ def test_a_frozen_postgres_does_not_hold_clients(api_settings: Settings, monkeyp
     with FreezableProxy(url.host, url.port) as proxy:
         relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
         with started(api_settings.model_copy(update={"database_url": relayed})) as client:
+            warm_up(client)
             video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
             proxy.freeze()
             for response in (client.get(f"/v1/videos/{video_id}"), client.post("/v1/videos", json={"prompt": "a dog"})):
@@ -135,6 +143,7 @@ def test_a_frozen_store_does_not_hold_clients(
     with FreezableProxy(store.host, store.port) as proxy:
         relayed = api_settings.model_copy(update={"s3_endpoint_url": f"http://127.0.0.1:{proxy.port}"})
         with started(relayed) as client:
+            warm_up(client)
             video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
             driver.complete(video_id, b"clip", tmp_path)
             content = f"/v1/videos/{video_id}/content"
