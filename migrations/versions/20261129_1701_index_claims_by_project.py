@@ -7,7 +7,8 @@ Indexes are built without keeping writers out. A run that was broken off leaves 
 by dropping it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import sqlalchemy as sa
 from alembic import op
@@ -39,13 +40,24 @@ def downgrade() -> None:
 
 def _build_index(name: str, columns: Sequence[str], where: str) -> None:
     _drop_index(name)
-    with op.get_context().autocommit_block():
+    with _patience():
         op.create_index(name, "jobs", columns, postgresql_where=sa.text(where), postgresql_concurrently=True)
 
 
 def _drop_index(name: str) -> None:
-    with op.get_context().autocommit_block():
-        # both wait for older transactions, which hold up nobody meanwhile
-        op.execute("SET lock_timeout = 0")
-        op.execute("SET statement_timeout = 0")
+    with _patience():
         op.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {name}")
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """No transaction and no time limits: what is done concurrently waits for older ones and holds up nobody."""
+    with op.get_context().autocommit_block():
+        limits = {name: op.get_bind().scalar(sa.text(f"SHOW {name}")) for name in ("lock_timeout", "statement_timeout")}
+        for name in limits:
+            op.execute(f"SET {name} = 0")
+        try:
+            yield
+        finally:
+            for name, limit in limits.items():
+                op.execute(f"SET {name} = '{limit}'")
