@@ -56,11 +56,12 @@ async def deliver(job: Job, request: Request, state: State, *, redirect: str | N
         ApiError: a parameter or precondition fails, or the object is gone.
         StorageError: the store cannot be reached.
     """
-    if state["settings"].content_delivery is ContentDelivery.REDIRECT:
+    # a URL that is signed for GET answers HEAD with 403, and the row knows what HEAD asks for
+    if state["settings"].content_delivery is ContentDelivery.REDIRECT and request.method != "HEAD":
         if redirect not in (None, "true", "false"):
             raise ApiError(f"redirect must be true or false, got {shown(redirect)}", param="redirect")
         return await _redirect(job, state, as_json=redirect == "false")
-    if redirect is not None:
+    if redirect is not None and request.method != "HEAD":
         raise ApiError("redirect is not available: this deployment streams clips itself", param="redirect")
     return await _stream(job, request, state)
 

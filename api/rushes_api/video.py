@@ -212,9 +212,12 @@ def _metadata_of(request: dict[str, Any]) -> dict[str, str]:
 def _timing_of(job: Job, state: JobState) -> Timing:
     started, finished = job.started_at, job.finished_at
     waits_again = state in (JobState.QUEUED, JobState.CLAIMED)
+    # when a retried job was queued again is not kept; a job that was cancelled may have waited again by then
+    is_first = job.generation == 1
+    ran_to_its_end = state in (JobState.COMPLETED, JobState.FAILED)
     return Timing(
-        queued_s=None if started is None or waits_again else _seconds(job.created_at, started),
-        run_s=None if started is None or finished is None else _seconds(started, finished),
+        queued_s=_seconds(job.created_at, started) if started and is_first and not waits_again else None,
+        run_s=_seconds(started, finished) if started and finished and ran_to_its_end else None,
         phases={str(name): float(seconds) for name, seconds in job.timings.items()},
     )
 

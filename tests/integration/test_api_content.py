@@ -206,6 +206,13 @@ class TestRedirect:
             assert part.headers["content-type"] == "video/mp4"
             assert "attachment" in part.headers["content-disposition"]
 
+    def test_head_is_answered_here_because_the_url_is_signed_for_get(
+        self, redirecting: TestClient, content: str
+    ) -> None:
+        response = redirecting.head(content)
+        assert (response.status_code, response.headers["content-length"]) == (200, str(len(CLIP)))
+        assert response.headers["etag"] == ETAG
+
     def test_a_page_may_ask_for_the_address(self, redirecting: TestClient, content: str) -> None:
         response = redirecting.get(f"{content}?redirect=false")
         assert response.status_code == 200
