@@ -49,9 +49,3 @@ SIZE_ALIASES: dict[str, str] = {
 def canvas_for_size(size: str) -> Canvas | None:
     """The canvas that `size` (`WxH`, or an alias) names, or None."""
     return BY_SIZE.get(SIZE_ALIASES.get(size, size))
-
-
-def canvas_for_target(short_edge: int, aspect_ratio: str) -> Canvas | None:
-    """The canvas of a bucket and an aspect ratio (`auto` is 16:9), or None."""
-    aspect_ratio = "16:9" if aspect_ratio == "auto" else aspect_ratio
-    return next((c for c in CANVASES if (c.short_edge, c.aspect_ratio) == (short_edge, aspect_ratio)), None)

@@ -18,7 +18,6 @@ class RushesError(Exception):
     """Base of all errors that Rushes raises on purpose; the message is written for a user or an operator."""
 
     code = "internal_error"
-    retryable = False
 
 
 class CheckpointError(RushesError):
@@ -31,7 +30,6 @@ class StorageError(RushesError):
     """The object store could not be reached, refused an operation, or returned other bytes than were sent."""
 
     code = "storage_error"
-    retryable = True
 
 
 class ObjectMissing(StorageError):
@@ -65,7 +63,6 @@ class GenerationError(RushesError):
     """A job failed while it ran; `stage` says where."""
 
     code = "generation_failed"
-    retryable = True
 
     def __init__(self, message: str, *, stage: str | None = None) -> None:
         super().__init__(message)

@@ -22,7 +22,8 @@ class TestWriting:
         checkpoint = open_checkpoint(tiny_checkpoint(tmp_path, profile=profile))
         assert checkpoint.contract.vsa_sparsity == (0.0 if profile == "dense" else 0.9)
         assert checkpoint.contract.num_forwards == 8
-        assert (checkpoint.video_shift, checkpoint.audio_shift) == (10.0, 3.0)
+        assert checkpoint.contract.video_scheduler_shift == 10.0
+        assert checkpoint.contract.audio_scheduler_shift == 3.0
         assert sum(map(len, files(checkpoint.path).values())) < 20_000_000
 
     def test_same_seed_gives_the_same_bytes(self, tiny: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The twelve canvases and the names that clients have for them."""
 
 import pytest
-from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES, Canvas, canvas_for_size, canvas_for_target
+from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES, Canvas, canvas_for_size
 
 
 def test_twelve_distinct_canvases_are_served() -> None:
@@ -15,9 +15,8 @@ def test_every_canvas_is_made_of_whole_patches(canvas: Canvas) -> None:
 
 
 @pytest.mark.parametrize("canvas", CANVASES, ids=lambda canvas: canvas.size)
-def test_every_canvas_is_found_by_size_and_by_target(canvas: Canvas) -> None:
+def test_every_canvas_is_found_by_its_size(canvas: Canvas) -> None:
     assert canvas_for_size(canvas.size) is canvas
-    assert canvas_for_target(canvas.short_edge, canvas.aspect_ratio) is canvas
 
 
 @pytest.mark.parametrize(
@@ -39,8 +38,3 @@ def test_each_size_of_openai_stands_for_the_canvas_of_its_orientation(alias: str
 @pytest.mark.parametrize("size", ["769x1345", "1344X768", "1344x768 ", "", "768", "１３４４x768", "1344x768x1"])
 def test_other_sizes_are_not_served(size: str) -> None:
     assert canvas_for_size(size) is None
-
-
-def test_auto_is_sixteen_to_nine() -> None:
-    assert canvas_for_target(480, "auto") == canvas_for_target(480, "16:9")
-    assert canvas_for_target(512, "16:9") is None

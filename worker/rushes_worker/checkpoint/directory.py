@@ -63,14 +63,6 @@ class Checkpoint:
     _weights: Mapping[str, WeightSource]
 
     @property
-    def video_shift(self) -> float:
-        return self.contract.video_scheduler_shift
-
-    @property
-    def audio_shift(self) -> float:
-        return self.contract.audio_scheduler_shift
-
-    @property
     def tokenizer_path(self) -> Path:
         """The folder that `rushes_core.tokenizer.load_tokenizer` reads."""
         return self.path / "tokenizer"
