@@ -36,4 +36,5 @@ def _orphans(sweeper: Sweeper, *, delete: bool) -> None:
         num_bytes += orphan.num_bytes
         print(f"{orphan.num_bytes:>12}  {orphan.modified:%Y-%m-%d %H:%M}  {orphan.key}")
     done = "removed" if delete else "found; nothing was removed"
-    print(f"rushes sweep: {count} orphans of {num_bytes} bytes {done}")
+    noun = "orphan" if count == 1 else "orphans"
+    print(f"rushes sweep: {count} {noun} of {num_bytes} bytes {done}")

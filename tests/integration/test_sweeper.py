@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_cli.main import main
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
@@ -202,6 +203,25 @@ class TestOrphans:
     def test_young_objects_are_left_alone(self, sweeper: Sweeper, store: ObjectStore, tmp_path: Path) -> None:
         put(store, tmp_path, result_key("default", "video_of_nobody", 1, 5))
         assert list(sweeper.orphans(delete=True)) == []
+
+
+def test_command_lists_orphans_and_removes_them_only_when_told(
+    settings: Settings,
+    store: ObjectStore,
+    tmp_path: Path,
+    old: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = put(store, tmp_path, result_key("default", "video_of_nobody", 1, 5))
+    monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: settings)
+    monkeypatch.setattr("rushes_cli.sweep.configure_logging", lambda *arguments, **options: None)
+    assert main(["sweep", "--orphans"]) == 0
+    assert store.head(key) is not None
+    assert key in capsys.readouterr().out
+    assert main(["sweep", "--orphans", "--delete"]) == 0
+    assert store.head(key) is None
+    assert "1 orphan of" in capsys.readouterr().out
 
 
 def test_unfinished_uploads_are_ended_when_they_are_old(

@@ -28,7 +28,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("rushes 0.")
 
 
-@pytest.mark.parametrize("command", ["api", "worker", "dispatcher", "migrate"])
+@pytest.mark.parametrize("command", ["api", "worker", "dispatcher", "sweep", "migrate"])
 def test_missing_settings_are_named_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
     message = capsys.readouterr().err
@@ -52,6 +52,11 @@ def test_wrong_usage_ends_with_status_2(words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
+
+
+def test_nothing_is_deleted_by_half_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--delete"]) == 2
+    assert "--delete belongs to --orphans" in capsys.readouterr().err
 
 
 def test_progress_names_phase_and_step() -> None:
