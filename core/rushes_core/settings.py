@@ -122,6 +122,8 @@ class Settings(BaseSettings):
     """Different jobs that a replica may crash on within half an hour before it takes no more and waits for a person."""
     pipeline: NonEmpty = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
     """`module:callable` that builds the pipeline of a rank."""
+    pipeline_options: str = ""
+    """Options of that pipeline, by commas: `attention=hopper`, `triton` or `pytorch`; empty: the device decides."""
     scratch: Path = Path(gettempdir())
     """Directory for raw frames and unfinished files; each replica makes one of its own below it."""
 

@@ -13,6 +13,7 @@ from redis import Redis
 from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from sqlalchemy import make_url
 from support.forwarder import Forwarder
 from support.processes import children, is_alive
@@ -147,6 +148,16 @@ class TestRefusals:
         assert "a tensor is missing" in worker.log.read_text()
         assert jobs.states(job_id) == ["queued"]
         assert jobs.replicas() == []
+
+    def test_option_that_the_pipeline_cannot_serve_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
+        write_tiny_checkpoint(tmp_path / "checkpoint")
+        worker = start_worker(
+            checkpoint=tmp_path / "checkpoint",
+            pipeline="rushes_worker.pipeline.fasth3:FastH3Pipeline",
+            pipeline_options="attention=hopper",
+        )
+        assert worker.wait() == 1
+        assert "provider hopper cannot serve" in worker.log.read_text()
 
 
 class TestStop:

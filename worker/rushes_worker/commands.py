@@ -20,6 +20,7 @@ class Boot:
     """`cpu`, or `cuda:N` among the devices that the group sees."""
     pipeline: str
     """`module:callable`, a `PipelineFactory`."""
+    options: tuple[str, ...]
     checkpoint: Path
     rendezvous: Path
     """File by which the ranks of this epoch find each other; of no other epoch."""

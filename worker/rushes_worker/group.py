@@ -65,6 +65,8 @@ class GroupPlan:
     stage_timeout_seconds: float
     log_level: str
     log_json: bool
+    options: tuple[str, ...] = ()
+    """Options of the pipeline."""
 
 
 class RankGroup:
@@ -191,6 +193,7 @@ class RankGroup:
                 epoch=self.epoch,
                 device=f"cuda:{rank}" if plan.kind == "cuda" else "cpu",
                 pipeline=plan.pipeline,
+                options=plan.options,
                 checkpoint=plan.checkpoint,
                 rendezvous=self._rendezvous,
                 # a rank may wait for a slower one as long as the group may be silent, and a little longer: the

@@ -175,7 +175,7 @@ def _join(boot: Boot) -> Agreement:
 def _build(boot: Boot) -> Pipeline:
     module, _, name = boot.pipeline.partition(":")
     factory = getattr(import_module(module), name)
-    pipeline: Pipeline = factory(boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device)
+    pipeline: Pipeline = factory(boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device, options=boot.options)
     return pipeline
 
 

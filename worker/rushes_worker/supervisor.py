@@ -229,6 +229,7 @@ def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
         visible=assignment.visible,
         threads=max(1, cores // assignment.layout.num_ranks),
         pipeline=settings.pipeline,
+        options=tuple(option for option in settings.pipeline_options.split(",") if option),
         checkpoint=settings.checkpoint,
         start_timeout_seconds=settings.start_timeout_seconds,
         stage_timeout_seconds=Deadlines.of(settings).longest,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from rushes_core.log import get_logger
 from rushes_kernels.norm import rms_norm_modulate
+from rushes_kernels.nvrtc import KernelError
 from rushes_kernels.providers import Provider, choose_provider
 from rushes_kernels.video_sparse_attention import prepare_video_sparse_attention
 from torch import Tensor
@@ -43,8 +44,7 @@ class Transformer:
         attention: what computes the fine branch; None takes the fastest provider of the device.
 
     Raises:
-        ValueError: the ranks do not divide the heads, or the provider cannot serve on this device.
-        KernelError: a kernel of the provider does not compile.
+        ValueError: the ranks do not divide the heads, or the provider cannot serve on this device or not be compiled.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class Transformer:
     ) -> None:
         head_dim = config.attention_head_dim
         provider = choose_provider(device, dtype=dtype, head_dim=head_dim, wanted=attention)
-        prepare_video_sparse_attention(provider, device, dtype=dtype, head_dim=head_dim)
+        try:
+            prepare_video_sparse_attention(provider, device, dtype=dtype, head_dim=head_dim)
+        except KernelError as error:
+            raise ValueError(f"attention provider {provider} cannot be compiled: {error}") from error
         log.info("attention_provider_chosen", provider=provider, device=str(device), asked_for=attention)
         heads = parallel.own_heads(config.num_attention_heads)
         parameters = Parameters(weights, torch.device(device), dtype)
