@@ -7,11 +7,13 @@ Every client is a process with one connection. The servers, the clients and this
 
 import argparse
 import time
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import bench
+from psycopg.rows import dict_row
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
@@ -29,33 +31,80 @@ RESULT: dict[str, Any] = {
 }
 
 
-def complete_jobs(settings: Settings, owner: str, until: float) -> tuple[int, float]:
+class Client:
+    """Runs the statements of a worker on one connection, each as a transaction of its own.
+
+    Args:
+        bare: send the compiled statements through the driver alone, without SQLAlchemy: what the server can take.
+    """
+
+    def __init__(self, connection: Connection, owner: str, *, bare: bool) -> None:
+        self._connection = connection
+        self._driver: Any = connection.connection.driver_connection
+        self._owner = owner
+        self._bare = bare
+        timings = {"denoising": 3.0, "decoding": 1.0}
+        self._compiled = {
+            "claim": self._compile(jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=60)),
+            "start": self._compile(jobs.start("", fence=-1, lease_seconds=60)),
+            "complete": self._compile(jobs.complete("", fence=-1, result=RESULT, timings=timings)),
+        }
+
+    def claim(self) -> tuple[str, int] | None:
+        if self._bare:
+            row = self._run("claim")
+            return None if row is None else (row["id"], row["fence"])
+        job = self._one(jobs.claim(model=bench.MODEL, owner=self._owner, lease_seconds=60))
+        return None if job is None else (job.id, job.fence)
+
+    def start(self, job_id: str, fence: int) -> bool:
+        if self._bare:
+            return self._run("start", job_id, fence) is not None
+        return self._one(jobs.start(job_id, fence=fence, lease_seconds=60)) is not None
+
+    def complete(self, job_id: str, fence: int) -> bool:
+        if self._bare:
+            return self._run("complete", job_id, fence) is not None
+        timings = {"denoising": 3.0, "decoding": 1.0}
+        return self._one(jobs.complete(job_id, fence=fence, result=RESULT, timings=timings)) is not None
+
+    def _one(self, statement: Any) -> Any:
+        with Session(self._connection, expire_on_commit=False) as session:
+            return session.scalars(statement).one_or_none()
+
+    def _compile(self, statement: Any) -> tuple[str, dict[str, Any]]:
+        compiled = statement.compile(self._connection)
+        processors = compiled._bind_processors
+        return str(compiled), {
+            name: processors[name](value) if name in processors else value for name, value in compiled.params.items()
+        }
+
+    def _run(self, name: str, job_id: str = "", fence: int = 0) -> Any:
+        statement, values = self._compiled[name]
+        own = {"": job_id, -1: fence}
+        values = {
+            key: own.get(value, value) if isinstance(value, (str, int)) else value for key, value in values.items()
+        }
+        return self._driver.cursor(row_factory=dict_row).execute(statement, values).fetchone()
+
+
+def complete_jobs(settings: Settings, owner: str, until: float, bare: bool) -> tuple[int, float]:
     """Claim, start and complete until the monotonic time `until`; how many were completed, and CPU seconds used."""
     engine = create_sync_engine(settings, pool_size=1)
-    # every statement is a transaction of its own
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        one(connection, jobs.claim(model="none", owner=owner, lease_seconds=60))
+        client = Client(connection, owner, bare=bare)
         count, used = 0, time.process_time()
         while time.monotonic() < until:
-            job = one(connection, jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=60))
-            if job is None:
+            held = client.claim()
+            if held is None:
                 time.sleep(0.01)
                 continue
-            assert job.fence is not None
-            assert one(connection, jobs.start(job.id, fence=job.fence, lease_seconds=60)) is not None
-            timings = {"denoising": 3.0, "decoding": 1.0}
-            done = jobs.complete(job.id, fence=job.fence, result=RESULT, timings=timings)
-            assert one(connection, done) is not None
+            assert client.start(*held)
+            assert client.complete(*held)
             count += 1
         used = time.process_time() - used
     engine.dispose()
     return count, used
-
-
-def one(connection: Connection, statement: Any) -> Any:
-    """The row of a statement that is a transaction of its own."""
-    with Session(connection, expire_on_commit=False) as session:
-        return session.scalars(statement).one_or_none()
 
 
 def main() -> None:
@@ -67,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with bench.servers() as settings:
         engine = create_sync_engine(settings)
-        for connections in arguments.connections:
+        for bare, connections in product((False, True), arguments.connections):
             bench.clear(engine)
             bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)
             with get_context("spawn").Pool(connections) as pool:
@@ -75,7 +124,7 @@ def main() -> None:
                 pool.map(time.sleep, [0.5] * connections)
                 server_cpu = bench.postgres_cpu_seconds(engine)
                 until = time.monotonic() + arguments.seconds
-                tasks = [(settings, f"load-r{number}#bench", until) for number in range(connections)]
+                tasks = [(settings, f"load-r{number}#bench", until, bare) for number in range(connections)]
                 done = pool.starmap(complete_jobs, tasks, chunksize=1)
             server_after = bench.postgres_cpu_seconds(engine)
             count = sum(jobs_done for jobs_done, _ in done)
@@ -84,6 +133,7 @@ def main() -> None:
             assert told == count, f"{told} events for {count} jobs"
             bench.report(
                 "claim_start_complete",
+                client="driver" if bare else "sqlalchemy",
                 connections=connections,
                 projects=arguments.projects,
                 jobs=count,
