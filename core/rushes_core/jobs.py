@@ -122,6 +122,7 @@ _CANDIDATE = """
 _LOCK = """, LATERAL (
             SELECT FROM project_shares WHERE project = share.project FOR NO KEY UPDATE SKIP LOCKED
         ) AS lock"""
+_COLUMNS = ", ".join(f"jobs.{column.name}" for column in Job.__table__.columns)
 _CLAIM = text(f"""
 WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
     -- projects whose share another claim is changing are passed over, unless there are no others
@@ -134,7 +135,7 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
         lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
         phase = NULL, completed_steps = 0
     FROM ready WHERE jobs.id = ready.id
-    RETURNING jobs.*
+    RETURNING {_COLUMNS}
 ), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
     UPDATE project_shares
     SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
@@ -147,7 +148,7 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
     ) IS NOT NULL
 )
 SELECT * FROM claimed
-""")
+""").columns(*Job.__table__.columns)
 
 
 def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[Job]:
