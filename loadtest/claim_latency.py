@@ -2,7 +2,7 @@
 
     python loadtest/claim_latency.py --jobs 1000000 --projects 200
 
-One line of JSON for one connection alone, one for several at once.
+One line of JSON for one connection without pauses, one for several that claim at a steady rate.
 """
 
 import argparse
@@ -20,11 +20,15 @@ WARM_UP = 20
 """Claims before the figures begin: a connection plans its first statements anew."""
 
 
-def claims(settings: Settings, owner: str, count: int) -> list[float]:
-    """Milliseconds of each of `count` claims, as a worker makes them."""
+def claims(settings: Settings, owner: str, count: int, rate: float) -> list[float]:
+    """Milliseconds of each of `count` claims, as a worker makes them, `rate` a second; 0: one after another."""
     engine = create_sync_engine(settings, pool_size=1)
     taken: list[float] = []
+    due = time.perf_counter()
     for _ in range(count + WARM_UP):
+        if rate:
+            due += 1 / rate
+            time.sleep(max(0.0, due - time.perf_counter()))
         began = time.perf_counter()
         with Session(engine) as session, session.begin():
             job = session.scalars(jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=3_600)).one()
@@ -40,6 +44,7 @@ def main() -> None:
     parser.add_argument("--projects", type=int, default=200)
     parser.add_argument("--claims", type=int, default=4_000)
     parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=200.0, help="claims a second of several connections together")
     parser.add_argument("--keep", action="store_true", help="the queue is filled already")
     arguments = parser.parse_args()
     with bench.servers() as settings:
@@ -49,9 +54,9 @@ def main() -> None:
             began = time.monotonic()
             bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)
             bench.report("fill", jobs=arguments.jobs, jobs_per_s=arguments.jobs / (time.monotonic() - began))
-        for connections in (1, arguments.connections):
+        for connections, rate in ((1, 0.0), (arguments.connections, arguments.rate / arguments.connections)):
             each = arguments.claims // connections
-            tasks = [(settings, f"load-r{number}#bench", each) for number in range(connections)]
+            tasks = [(settings, f"load-r{number}#bench", each, rate) for number in range(connections)]
             began = time.monotonic()
             with get_context("spawn").Pool(connections) as pool:
                 taken = [milliseconds for found in pool.starmap(claims, tasks) for milliseconds in found]
@@ -60,6 +65,7 @@ def main() -> None:
                 queued=arguments.jobs,
                 projects=arguments.projects,
                 connections=connections,
+                claims_per_s=rate * connections or None,
                 claims=len(taken),
                 p50_ms=bench.percentile(taken, 50),
                 p99_ms=bench.percentile(taken, 99),
