@@ -182,9 +182,4 @@ def test_replica_that_crashes_on_different_jobs_takes_no_more(jobs: Jobs, start_
     assert not any(is_alive(pid) for pid in replica.detail["ranks"])
     assert is_alive(supervisor)
     assert jobs.states(healthy) == ["queued"]
-
-    # a restart is what clears it
-    worker.terminate()
-    assert worker.wait() == 0
-    start_worker()
-    jobs.wait_completed(healthy)
+    jobs.delete(healthy)
