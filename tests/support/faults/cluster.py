@@ -21,6 +21,7 @@ import httpx
 import psycopg
 from psycopg.rows import dict_row
 from redis import Redis
+from rushes_cli.stack.process import guarded
 from rushes_core.settings import Settings
 from rushes_worker.child import settings_environment
 from sqlalchemy import make_url
@@ -48,7 +49,8 @@ class Process:
         self.log = log
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", *command],
+                # ended with the harness, however that ends
+                guarded([sys.executable, "-P", *command], signal.SIGKILL, None),
                 env=env
                 | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
                 pass_fds=fds,
