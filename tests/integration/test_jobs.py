@@ -14,7 +14,7 @@ from rushes_core.states import TRANSITIONS, JobState
 from sqlalchemy import Engine, func, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from support.job_rows import ERROR, RESULT, JobRows
+from support.job_rows import ERROR, RESULT, JobRows, wait_past_restart
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,10 @@ class TestCancel:
 
 
 class TestReap:
+    @pytest.fixture(autouse=True)
+    def _server_is_not_new(self, engine: Engine) -> None:
+        wait_past_restart(engine)
+
     def test_requeues_a_job_whose_worker_is_silent(self, rows: JobRows) -> None:
         job = rows.running(lease_seconds=-2)
         assert rows.run(jobs.reap()).state is JobState.QUEUED
