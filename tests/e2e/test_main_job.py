@@ -136,12 +136,14 @@ class TestSeed:
 
 
 def test_a_job_that_waits_shows_its_place(service: Service) -> None:
-    first, second = service.post(), service.post()
+    # a replica holds two: the one that it renders and the one that it takes next
+    first, second, third = service.post(), service.post(), service.post()
     try:
-        eventually(lambda: service.get(first["id"])["status"] == "in_progress")
-        waiting = service.get(second["id"])
+        eventually(lambda: service.get(second["id"])["status"] == "in_progress")
+        waiting = service.get(third["id"])
         assert (waiting["status"], waiting["progress"], waiting["queue"]["ahead"]) == ("queued", 0, 0)
-        assert service.jobs.get(second["id"]).state is JobState.QUEUED
+        assert service.jobs.get(second["id"]).state is JobState.CLAIMED
+        assert service.jobs.get(third["id"]).state is JobState.QUEUED
     finally:
-        for video in (second, first):
+        for video in (third, second, first):
             service.http.delete(f"/v1/videos/{video['id']}")
