@@ -11,7 +11,7 @@ from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, update
 from sqlalchemy.exc import OperationalError
 from support.faults.servers import Servers
-from support.job_rows import JobRows
+from support.job_rows import JobRows, wait_past_restart
 from support.stack import settings_of
 from support.worker import Jobs
 
@@ -24,6 +24,7 @@ def settings(servers: Servers, tmp_path: Path) -> Settings:
 def test_leases_that_ran_out_in_an_outage_are_not_ended_at_its_end(settings: Settings) -> None:
     jobs, sweeper = Jobs(settings), Sweeper(settings)
     rows = JobRows(jobs._engine)
+    wait_past_restart(jobs._engine)
     job = rows.running()
     rows.run(update(Job).where(Job.id == job.id).values(lease_until=func.now() - timedelta(seconds=1.2)).returning(Job))
     with jobs.outage(), pytest.raises(OperationalError):
