@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from alembic.script import ScriptDirectory
-from rushes_core import jobs
+from rushes_core import replicas
 from rushes_core.database import alembic_config
 from rushes_core.errors import StorageError
 from rushes_core.models import Replica
@@ -77,7 +77,7 @@ class Readiness:
         return {"migrations": OK, **await self._check_workers(session)}
 
     async def _check_workers(self, session: AsyncSession) -> dict[str, str]:
-        live = jobs.live_replicas(seen_within_seconds=self._settings.lease_seconds).subquery()
+        live = replicas.live_replicas(seen_within_seconds=self._settings.lease_seconds).subquery()
         ready = select(Replica.id).where(
             Replica.id.in_(select(live.c.id)), Replica.model == self._model, Replica.state.in_(("ready", "busy"))
         )

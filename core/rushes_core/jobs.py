@@ -4,7 +4,7 @@ Nothing here executes: the asynchronous API and the synchronous worker run the s
 row changed nothing: somebody else moved the job first.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, cast
 
@@ -31,14 +31,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import aliased
-from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
+from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, TypedReturnsRows
 
-from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, JobAttempt, ProjectShare, Replica
+from rushes_core.models import Job, JobAttempt, ProjectShare, Replica
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
-STALE_REPLICA = timedelta(days=1)
 SERVING_WINDOW = timedelta(minutes=1)
 """A replica that has been silent for longer is not woken: it will look for work by itself when it is back."""
 RESTART_GRACE = timedelta(seconds=5)
@@ -459,68 +458,6 @@ def _to_cancel() -> dict[str, Any]:
     }
 
 
-def unpurged(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Deleted jobs that have ended and whose objects may still lie in the store, but for those in `skip`."""
-    return (
-        select(Job)
-        .where(
-            Job.deleted_at.is_not(None),
-            Job.purged_at.is_(None),
-            Job.state.in_(FINAL_STATES),
-            Job.id.not_in(skip),
-        )
-        .order_by(Job.deleted_at)
-        .limit(limit)
-    )
-
-
-def purged_lately(*, hours: int) -> Select[Job]:
-    """Deleted jobs whose objects were removed within the last hours."""
-    return select(Job).where(Job.deleted_at.is_not(None), Job.purged_at > func.now() - timedelta(hours=hours))
-
-
-def mark_purged(job_id: str) -> Update:
-    """Record that a deleted job left nothing in the store, and forget its prompt."""
-    return _update_jobs().where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
-
-
-def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`."""
-    return (
-        select(Job)
-        .where(
-            text(RESULT_RETAINED),
-            Job.finished_at < func.now() - timedelta(days=days),
-            Job.id.not_in(skip),
-        )
-        .order_by(Job.finished_at)
-        .limit(limit)
-    )
-
-
-def mark_result_removed(job_id: str) -> Update:
-    """Record that the clip of a completed job is no longer stored."""
-    removed = func.jsonb_build_object("deleted_at", func.now())
-    return _update_jobs().where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
-
-
-def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any]:
-    """Id, state, fence and the key of the result of each of these jobs that there is."""
-    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext).where(Job.id.in_(job_ids))
-
-
-def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:
-    """Drop keys of requests that are older than a day."""
-    columns = (IdempotencyKey.project, IdempotencyKey.api_key, IdempotencyKey.route, IdempotencyKey.key)
-    old = (
-        select(*columns)
-        .where(IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    )
-    return delete(IdempotencyKey).where(tuple_(*columns).in_(old)).returning(IdempotencyKey.key)
-
-
 def lock_shares() -> TextClause:
     """Keep everybody from writing shares, and so from accepting jobs, until the transaction ends."""
     return text("LOCK TABLE project_shares IN SHARE ROW EXCLUSIVE MODE")
@@ -637,26 +574,6 @@ def _in_lane(lane: CTE) -> ColumnElement[bool]:
 
 def attempts(job_id: str) -> Select[JobAttempt]:
     return select(JobAttempt).where(JobAttempt.job_id == job_id).order_by(JobAttempt.fence)
-
-
-def upsert_replica(replica_id: str, **values: Any) -> Any:
-    """Record a replica's state and that it was seen now."""
-    statement = upsert(Replica).values(id=replica_id, **values)
-    return statement.on_conflict_do_update(index_elements=[Replica.id], set_={**values, "last_seen": func.now()})
-
-
-def live_replicas(*, seen_within_seconds: float) -> Select[Replica]:
-    """Replicas that take jobs and have been heard of within the last `seen_within_seconds`."""
-    return select(Replica).where(
-        Replica.last_seen > func.now() - timedelta(seconds=seen_within_seconds),
-        Replica.state.not_in(("stopped", "drained")),
-    )
-
-
-def forget_stale_replicas() -> ReturningDelete[str]:
-    """Drop replicas that have been silent for a day and hold no job."""
-    holds_a_job = exists().where(Job.lease_owner == Replica.id, _IS_LEASED)
-    return delete(Replica).where(Replica.last_seen < func.now() - STALE_REPLICA, ~holds_a_job).returning(Replica.id)
 
 
 CANCELLED_BY_USER: dict[str, Any] = {"code": "cancelled_by_user", "message": "The job was cancelled."}

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, Select, Update, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from rushes_core import jobs
+from rushes_core import jobs, leftovers, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -68,12 +68,12 @@ class Sweeper:
 
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request."""
-        self._remove_objects(jobs.unpurged, jobs.mark_purged, "job_purged")
+        self._remove_objects(leftovers.unpurged, leftovers.mark_purged, "job_purged")
 
     def purge_again(self) -> None:
         """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            purged = session.scalars(jobs.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
+            purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
         for job in purged:
             if count := self._store.delete_prefix(job_prefix(job.project, job.id)):
                 log.info("late_objects_removed", job_id=job.id, count=count)
@@ -118,7 +118,7 @@ class Sweeper:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             for job in session.scalars(jobs.expire()):
                 log.info("job_expired", job_id=job.id)
-            session.execute(jobs.forget_stale_replicas())
+            session.execute(replicas.forget_stale_replicas())
 
     def _orphans_of(self, items: list[StoredItem]) -> list[Orphan]:
         # a key of another form is not ours to judge
@@ -126,7 +126,7 @@ class Sweeper:
         if not matches:
             return []
         with self._engine.begin() as connection:
-            found = connection.execute(jobs.owners_of_objects([match["job_id"] for _, match in matches])).all()
+            found = connection.execute(leftovers.owners_of_objects([match["job_id"] for _, match in matches])).all()
         kept_keys = {key for _, _, _, key in found}
         held = {(job_id, fence) for job_id, state, fence, _ in found if state in LEASED_STATES}
         return [
@@ -137,8 +137,8 @@ class Sweeper:
 
     def _remove_outlived(self) -> None:
         if self._retention_days:
-            outlived = partial(jobs.outlived_results, days=self._retention_days)
-            self._remove_objects(outlived, jobs.mark_result_removed, "result_outlived")
+            outlived = partial(leftovers.outlived_results, days=self._retention_days)
+            self._remove_objects(outlived, leftovers.mark_result_removed, "result_outlived")
 
     def _remove_objects(self, find: Callable[..., Select[Job]], mark: Callable[[str], Update], event: str) -> None:
         """Remove the objects of every job that `find` finds, and mark each.
@@ -165,7 +165,7 @@ class Sweeper:
     def _forget_keys(self) -> None:
         while True:
             with self._engine.begin() as connection:
-                if not connection.execute(jobs.forget_idempotency_keys()).all():
+                if not connection.execute(leftovers.forget_idempotency_keys()).all():
                     return
 
     def _abort_uploads(self) -> None:

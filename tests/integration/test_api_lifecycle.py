@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from rushes_api.app import create_app
-from rushes_core import jobs
+from rushes_core import jobs, leftovers
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job, JobAttempt
 from rushes_core.settings import Settings
@@ -321,7 +321,7 @@ def test_a_clip_that_retention_removed_is_gone(client: TestClient, driver: JobDr
     driver.complete(video_id, b"clip", tmp_path)
     done = get(client, video_id)
     assert done["expires_at"] is done["output"]["deleted_at"] is None
-    execute(driver, jobs.mark_result_removed(video_id))
+    execute(driver, leftovers.mark_result_removed(video_id))
     video = get(client, video_id)
     assert video["status"] == "completed"
     assert video["output"]["deleted_at"] >= video["completed_at"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis import Redis
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import Job, Replica
@@ -41,7 +41,7 @@ def rows(settings: Settings, redis: Redis) -> Iterator[JobRows]:
 def _serve(engine: Engine) -> None:
     values = {"pool": "default", "layout": "r1s1", "model": MODEL, "device": "cpu", "state": "ready", "epoch": 1}
     with engine.begin() as connection:
-        connection.execute(jobs.upsert_replica("replica", **values))
+        connection.execute(replicas.upsert_replica("replica", **values))
 
 
 class TestHint:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from rushes_core import jobs
+from rushes_core import jobs, leftovers
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -113,8 +113,8 @@ class TestPlan:
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
             (jobs.expire(), "ix_jobs_deadline"),
-            (jobs.outlived_results(days=30), "ix_jobs_retained"),
-            (jobs.unpurged(), "ix_jobs_unpurged"),
+            (leftovers.outlived_results(days=30), "ix_jobs_retained"),
+            (leftovers.unpurged(), "ix_jobs_unpurged"),
             (jobs.forget_idle_shares(), "ix_jobs_claim"),
         ],
         ids=["claim", "num_ready", "reap", "release_unknown", "expire", "outlived", "unpurged", "idle_shares"],

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, JobAttempt, JobEvent, OutboxEvent
 from rushes_core.settings import Settings
@@ -45,7 +45,7 @@ def up(rows: JobRows, owner: str) -> None:
     """A replica that is up."""
     replica = {"pool": "default", "layout": "r1s1", "model": MODEL, "device": "cpu", "state": "ready", "epoch": 1}
     with rows.engine.begin() as connection:
-        connection.execute(jobs.upsert_replica(owner, **replica))
+        connection.execute(replicas.upsert_replica(owner, **replica))
 
 
 def told(rows: JobRows) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, JobAttempt, JobEvent
 from rushes_core.settings import Settings
@@ -171,7 +171,7 @@ class TestReap:
         job = rows.running(lease_seconds=-2)
         values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "state": "busy", "epoch": 1}
         with rows.engine.begin() as connection:
-            connection.execute(jobs.upsert_replica(job.lease_owner or "", **values))
+            connection.execute(replicas.upsert_replica(job.lease_owner or "", **values))
         rows.run(jobs.reap())
         requeued = rows.read(job.id)
         assert (requeued.state, requeued.crash_count, requeued.crashed_on) == (JobState.QUEUED, 0, [])

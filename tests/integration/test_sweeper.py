@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rushes_cli.main import main
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
@@ -87,7 +87,7 @@ class TestSweep:
         values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "state": "ready", "epoch": 1}
         with rows.engine.begin() as connection:
             for name in ("silent", "alive"):
-                connection.execute(jobs.upsert_replica(name, **values))
+                connection.execute(replicas.upsert_replica(name, **values))
             connection.execute(
                 update(Replica).where(Replica.id == "silent").values(last_seen=func.now() - text("interval '25 hours'"))
             )

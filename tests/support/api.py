@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -137,7 +137,7 @@ class JobDriver:
     def report_replica(self, *, model: str, state: str) -> None:
         with self._transaction() as session:
             values = {"pool": "default", "layout": "r1s1", "device": "cpu", "epoch": 1}
-            session.execute(jobs.upsert_replica(self.OWNER, model=model, state=state, **values))
+            session.execute(replicas.upsert_replica(self.OWNER, model=model, state=state, **values))
 
     @staticmethod
     def _fence(job: Job) -> int:

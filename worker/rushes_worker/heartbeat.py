@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
@@ -191,7 +191,7 @@ class Heartbeat:
         if self._is_stopping() and values["state"] != "stopped":
             values["state"] = "stopping"
         with self._engine.begin() as connection:
-            connection.execute(jobs.upsert_replica(self._replica_id, **values))
+            connection.execute(replicas.upsert_replica(self._replica_id, **values))
         self._written_replica = replica
 
     def _scalar(self, statement: Executable) -> bool | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import RushesError
 from rushes_core.log import get_logger
@@ -158,7 +158,7 @@ class Ledger:
 
     def other_is_idle(self, *, seen_within_seconds: float) -> bool:
         """Whether another replica of this model waits for work, by what it said within `seen_within_seconds`."""
-        live = jobs.live_replicas(seen_within_seconds=seen_within_seconds)
+        live = replicas.live_replicas(seen_within_seconds=seen_within_seconds)
         idle = live.where(Replica.model == self._model, Replica.state == "ready", Replica.id != self._replica_id)
         with Session(self._engine) as session, session.begin():
             return session.scalars(idle.limit(1)).first() is not None

@@ -1,0 +1,74 @@
+"""Statements of the sweeper on what has had its time: objects of deleted jobs, old clips, old keys."""
+
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Select, Update, delete, func, select, text, tuple_, update
+from sqlalchemy.sql.dml import ReturningDelete
+
+from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
+from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job
+from rushes_core.states import FINAL_STATES, JobState
+
+
+def unpurged(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
+    """Deleted jobs that have ended and whose objects may still lie in the store, but for those in `skip`."""
+    return (
+        select(Job)
+        .where(
+            Job.deleted_at.is_not(None),
+            Job.purged_at.is_(None),
+            Job.state.in_(FINAL_STATES),
+            Job.id.not_in(skip),
+        )
+        .order_by(Job.deleted_at)
+        .limit(limit)
+    )
+
+
+def purged_lately(*, hours: int) -> Select[Job]:
+    """Deleted jobs whose objects were removed within the last hours."""
+    return select(Job).where(Job.deleted_at.is_not(None), Job.purged_at > func.now() - timedelta(hours=hours))
+
+
+def mark_purged(job_id: str) -> Update:
+    """Record that a deleted job left nothing in the store, and forget its prompt."""
+    return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
+
+
+def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
+    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`."""
+    return (
+        select(Job)
+        .where(
+            text(RESULT_RETAINED),
+            Job.finished_at < func.now() - timedelta(days=days),
+            Job.id.not_in(skip),
+        )
+        .order_by(Job.finished_at)
+        .limit(limit)
+    )
+
+
+def mark_result_removed(job_id: str) -> Update:
+    """Record that the clip of a completed job is no longer stored."""
+    removed = func.jsonb_build_object("deleted_at", func.now())
+    return update(Job).where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
+
+
+def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any]:
+    """Id, state, fence and the key of the result of each of these jobs that there is."""
+    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext).where(Job.id.in_(job_ids))
+
+
+def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:
+    """Drop keys of requests that are older than a day."""
+    columns = (IdempotencyKey.project, IdempotencyKey.api_key, IdempotencyKey.route, IdempotencyKey.key)
+    old = (
+        select(*columns)
+        .where(IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    return delete(IdempotencyKey).where(tuple_(*columns).in_(old)).returning(IdempotencyKey.key)
