@@ -190,10 +190,9 @@ def one_line_database_errors() -> Iterator[None]:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 1 <= port <= 65_535:
-        raise argparse.ArgumentTypeError(f"port must be in 1..65535, got {port}")
-    return port
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"port must be in 1..65535, got {text}")
+    return int(text)
 
 
 if __name__ == "__main__":
