@@ -10,30 +10,10 @@ import pytest
 from rushes_api.app import create_app
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
-from support.api import API_KEY, AUTHORIZED, JobDriver
-from support.checkpoints import tiny_checkpoint
-from support.stack import SharedStack
+from support.api import AUTHORIZED, JobDriver
 
 CLIP = random.Random(7).randbytes(700_001)
 ETAG = f'"{hashlib.sha256(CLIP).hexdigest()}"'
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("content")), api_key=API_KEY)
-
-
-@pytest.fixture(scope="module")
-def client(api_settings: Settings) -> Iterator[TestClient]:
-    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def driver(api_settings: Settings) -> Iterator[JobDriver]:
-    driver = JobDriver(api_settings)
-    yield driver
-    driver.close()
 
 
 def create(client: TestClient) -> str:

@@ -1,7 +1,6 @@
 """What a client does to a job after it was accepted, and the times that it may set: cancel, retry, attempts, expiry."""
 
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,7 @@ from rushes_core.settings import Settings
 from sqlalchemy import func, update
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
-from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver
-from support.checkpoints import tiny_checkpoint
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("lifecycle")), api_key=API_KEY)
-
-
-@pytest.fixture(scope="module")
-def client(api_settings: Settings) -> Iterator[TestClient]:
-    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def driver(api_settings: Settings) -> Iterator[JobDriver]:
-    driver = JobDriver(api_settings)
-    yield driver
-    driver.close()
+from support.api import AUTHORIZED, ApiProcess, JobDriver
 
 
 def create(client: TestClient | httpx.Client, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:

@@ -21,30 +21,10 @@ from rushes_core.settings import Settings
 from sqlalchemy import func, insert, make_url, update
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
-from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver, multipart
-from support.checkpoints import tiny_checkpoint
+from support.api import AUTHORIZED, ApiProcess, JobDriver, multipart
 from support.faults.proxy import Mode, TcpProxy
-from support.stack import SharedStack
 
 OTHER_KEY = "another-key-0123456789"
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("once")), api_key=API_KEY)
-
-
-@pytest.fixture(scope="module")
-def client(api_settings: Settings) -> Iterator[TestClient]:
-    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def driver(api_settings: Settings) -> Iterator[JobDriver]:
-    driver = JobDriver(api_settings)
-    yield driver
-    driver.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,6 @@ def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -
         api_key=API_KEY,
         redis_url="redis://127.0.0.1:1/0",
     )
-
-
-@pytest.fixture(scope="module")
-def client(api_settings: Settings) -> Iterator[TestClient]:
-    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def driver(api_settings: Settings) -> Iterator[JobDriver]:
-    driver = JobDriver(api_settings)
-    yield driver
-    driver.close()
 
 
 def create(client: TestClient, **body: Any) -> dict[str, Any]:
