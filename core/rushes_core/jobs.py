@@ -69,6 +69,7 @@ def _is(*states: JobState) -> ColumnElement[bool]:
 
 _ONE = literal_column("1", Integer)
 _IS_QUEUED = Job.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
+_IS_CLAIMABLE = and_(_IS_QUEUED, Job.hold.is_(None))
 _IS_LEASED = _is(*LEASED_STATES)
 _IS_CANCELLED = Job.cancel_requested_at.is_not(None)
 _IS_LATE = func.coalesce(Job.deadline_at <= func.now(), False)
@@ -98,7 +99,8 @@ _CANDIDATE = """
             ORDER BY greatest(virtual_time, clock), project
         ) AS share, LATERAL (
             SELECT id, project, priority, num_frames * width * height / 1e8::float AS cost FROM jobs
-            WHERE state = 'queued' AND model = :model AND priority = urgency.priority AND project = share.project
+            WHERE state = 'queued' AND hold IS NULL
+                AND model = :model AND priority = urgency.priority AND project = share.project
                 AND run_at <= now() AND cancel_requested_at IS NULL
                 AND (deadline_at IS NULL OR deadline_at > now())
                 AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
@@ -114,7 +116,7 @@ _CANDIDATE = """
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
     WHERE (
-        SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = urgency.priority
+        SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = urgency.priority
         ORDER BY project LIMIT 1
     ) IS NOT NULL
 """
@@ -140,9 +142,9 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
     SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
     FROM ready
     WHERE project_shares.project = ready.project AND coalesce(  -- who waits alone has nobody to share with
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = ready.priority
+        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
             AND project > ready.project ORDER BY project LIMIT 1),
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND model = :model AND priority = ready.priority
+        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
             AND project < ready.project ORDER BY project DESC LIMIT 1)
     ) IS NOT NULL
 )
@@ -159,7 +161,7 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[J
     A job that crashed on this replica is left to others for a while, if there are others.
 
     Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each
-    job looked for in `ix_jobs_claim`.
+    job looked for in `ix_jobs_claimable`.
     """
     values = {
         "model": model,
@@ -496,7 +498,7 @@ def num_ahead(job: Job) -> Select[int]:
 
     All of a more urgent class, the older ones of its project, and of each other project as many as those.
     """
-    ready = and_(_IS_QUEUED, Job.model == job.model, Job.run_at <= func.now())
+    ready = and_(_IS_CLAIMABLE, Job.model == job.model, Job.run_at <= func.now())
     same_class = Job.priority == job.priority
     older = or_(Job.run_at < job.run_at, and_(Job.run_at == job.run_at, Job.id < job.id))
     urgent = select(_ONE).where(ready, Job.priority < job.priority).limit(MAX_AHEAD)
@@ -549,7 +551,7 @@ def _lanes() -> CTE:
     """Every model, class and project with queued jobs: one probe of the index for each, however many jobs there are."""
     first = (
         select(Job.model, Job.priority, Job.project)
-        .where(_IS_QUEUED)
+        .where(_IS_CLAIMABLE)
         .order_by(Job.model, Job.priority, Job.project)
         .limit(_ONE)
         .cte("lanes", recursive=True)
@@ -559,7 +561,11 @@ def _lanes() -> CTE:
     lane = (following.model, following.priority, following.project)
     after = (
         select(*lane)
-        .where(is_queued, tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project))
+        .where(
+            is_queued,
+            following.hold.is_(None),
+            tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project),
+        )
         .order_by(*lane)
         .limit(_ONE)
         .correlate(first)
@@ -569,7 +575,9 @@ def _lanes() -> CTE:
 
 
 def _in_lane(lane: CTE) -> ColumnElement[bool]:
-    return and_(_IS_QUEUED, Job.model == lane.c.model, Job.priority == lane.c.priority, Job.project == lane.c.project)
+    return and_(
+        _IS_CLAIMABLE, Job.model == lane.c.model, Job.priority == lane.c.priority, Job.project == lane.c.project
+    )
 
 
 def attempts(job_id: str) -> Select[JobAttempt]:

@@ -1,17 +1,19 @@
-"""The tables: jobs, their history, what is told of them outside, shares of the GPUs, and the replicas that run them."""
+"""The tables: jobs and their history, who may ask for them, shares of the GPUs, and the replicas that run them."""
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
+    Date,
     DateTime,
     Double,
     Enum,
     ForeignKey,
     Identity,
     Index,
+    LargeBinary,
     MetaData,
     SmallInteger,
     String,
@@ -37,6 +39,9 @@ def _sql_list(states: tuple[JobState, ...]) -> str:
 RESULT_RETAINED = "state = 'completed' AND deleted_at IS NULL AND NOT (result ? 'deleted_at')"
 """Predicate of completed jobs whose clip retention has not removed."""
 
+HAS_METADATA = "deleted_at IS NULL AND (request -> 'metadata') <> '{}'::jsonb"
+"""Predicate of visible jobs with metadata."""
+
 
 class Base(DeclarativeBase):
     metadata = MetaData(
@@ -51,10 +56,76 @@ class Base(DeclarativeBase):
     type_annotation_map = {  # noqa: RUF012  read once by SQLAlchemy
         str: Text(),
         int: BigInteger(),
+        bytes: LargeBinary(),
         datetime: DateTime(timezone=True),
+        date: Date(),
         # a Python None is SQL NULL, not the JSON value null
         dict[str, Any]: JSONB(none_as_null=True),
     }
+
+
+class Project(Base):
+    """Whose jobs are fair to each other's and invisible to each other's keys."""
+
+    __tablename__ = "projects"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ApiKey(Base):
+    """A key that clients send. The secret itself is not kept."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`key_` and a ULID: the same before and after a rotation."""
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"), index=True)
+    name: Mapped[str]
+    hint: Mapped[str]
+    """The last characters of the secret, for people to tell keys apart."""
+    digest: Mapped[bytes] = mapped_column(unique=True)
+    """SHA-256 of the secret, which is random enough to need no slower hash."""
+    previous_digest: Mapped[bytes | None] = mapped_column(unique=True)
+    """Of the secret before the last rotation, which goes on working until `previous_until`."""
+    previous_until: Mapped[datetime | None]
+    scopes: Mapped[list[str]] = mapped_column(ARRAY(Text()))
+    priorities: Mapped[list[str]] = mapped_column(ARRAY(Text()))
+    """Classes that its jobs may have."""
+    compat: Mapped[str | None] = mapped_column(String(16))
+    """`openai`: answers use OpenAI's four status words."""
+    requests_per_minute: Mapped[int | None]
+    max_queued: Mapped[int | None]
+    max_running: Mapped[int | None]
+    daily_gpu_seconds: Mapped[int | None]
+    """Limits; null: none."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    last_used_at: Mapped[datetime | None]
+    """Written at most once a minute."""
+
+    __table_args__ = (
+        CheckConstraint("requests_per_minute > 0", name="requests_per_minute_is_positive"),
+        CheckConstraint("max_queued >= 0", name="max_queued_is_not_negative"),
+        CheckConstraint("max_running > 0", name="max_running_is_positive"),
+        CheckConstraint("daily_gpu_seconds > 0", name="daily_gpu_seconds_is_positive"),
+    )
+
+
+class ApiKeyUsage(Base):
+    """GPU time that the jobs of a key took in one day (UTC), added up by the trigger that ends an attempt."""
+
+    __tablename__ = "api_key_usage"
+
+    api_key: Mapped[str] = mapped_column(ForeignKey("api_keys.id", ondelete="CASCADE"), primary_key=True)
+    day: Mapped[date] = mapped_column(primary_key=True)
+    gpu_seconds: Mapped[float] = mapped_column(Double(), server_default=text("0"))
+    """Seconds from start to end of each attempt, times the GPUs of its replica."""
+    attempts: Mapped[int] = mapped_column(server_default=text("0"))
+
+    # one page holds many versions of a row that every attempt updates
+    __table_args__ = ({"postgresql_with": {"fillfactor": 20}},)
 
 
 class Job(Base):
@@ -65,12 +136,16 @@ class Job(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     """`video_` and a ULID, so that ids sort by creation."""
     project: Mapped[str]
+    api_key: Mapped[str | None]
+    """Id of the key that it was sent with, whose limits it counts against."""
     state: Mapped[JobState] = mapped_column(
         Enum(JobState, native_enum=False, length=16, values_callable=_values, create_constraint=True, name="state"),
         server_default=JobState.QUEUED,
     )
     priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("1"))
     """0 interactive, 1 normal, 2 bulk."""
+    hold: Mapped[str | None] = mapped_column(String(16))
+    """Why a queued job may not be claimed yet: `concurrency`, its key has `max_running` jobs that may."""
 
     model: Mapped[str]
     prompt: Mapped[str]
@@ -80,6 +155,8 @@ class Job(Base):
     num_frames: Mapped[int]
     request: Mapped[dict[str, Any]]
     """What the client asked for in its own terms: `seconds`, `size`, `metadata`."""
+    remixed_from: Mapped[str | None]
+    """Id of the job that it was made from."""
 
     generation: Mapped[int] = mapped_column(server_default=text("1"))
     """Counts the retries in place: what follows is of this generation, and history tells of the earlier ones."""
@@ -121,6 +198,8 @@ class Job(Base):
     started_at: Mapped[datetime | None]
     """When the current or last attempt started."""
     finished_at: Mapped[datetime | None]
+    retain_until: Mapped[datetime | None]
+    """When the clip is removed, where the client decided that; otherwise the deployment does."""
     cancel_requested_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]
     """The row stays as a tombstone; it is invisible to clients."""
@@ -144,9 +223,26 @@ class Job(Base):
         CheckConstraint("progress BETWEEN 0 AND 100", name="progress_is_percent"),
         CheckConstraint("progress < 100 OR state = 'completed'", name="progress_100_iff_completed"),
         CheckConstraint("priority BETWEEN 0 AND 2", name="priority_is_a_class"),
+        CheckConstraint("hold IS NULL OR state = 'queued'", name="hold_only_while_queued"),
         Index("ix_jobs_project_id", "project", "id", postgresql_where=text("deleted_at IS NULL")),
+        Index("ix_jobs_project_state", "project", "state", "id", postgresql_where=text("deleted_at IS NULL")),
         Index(
-            "ix_jobs_claim", "model", "priority", "project", "run_at", "id", postgresql_where=text("state = 'queued'")
+            "ix_jobs_metadata",
+            text("(request -> 'metadata')"),
+            postgresql_using="gin",
+            postgresql_where=text(HAS_METADATA),
+        ),
+        Index(
+            "ix_jobs_claimable",
+            "model",
+            "priority",
+            "project",
+            "run_at",
+            "id",
+            postgresql_where=text("state = 'queued' AND hold IS NULL"),
+        ),
+        Index(
+            "ix_jobs_queued_by_key", "api_key", "priority", "run_at", "id", postgresql_where=text("state = 'queued'")
         ),
         Index(
             "ix_jobs_leased",
@@ -164,6 +260,11 @@ class Job(Base):
             postgresql_where=text("deadline_at IS NOT NULL AND state = 'queued'"),
         ),
         Index("ix_jobs_retained", "finished_at", postgresql_where=text(RESULT_RETAINED)),
+        Index(
+            "ix_jobs_retain_until",
+            "retain_until",
+            postgresql_where=text(f"retain_until IS NOT NULL AND {RESULT_RETAINED}"),
+        ),
         {"postgresql_with": {"fillfactor": 80}},
     )
 
@@ -239,6 +340,33 @@ class ProjectShare(Base):
     __table_args__ = ({"postgresql_with": {"fillfactor": 20}},)
 
 
+class QueuePause(Base):
+    """A project whose jobs are not claimed until somebody resumes them; `*`: those of all projects."""
+
+    __tablename__ = "queue_pauses"
+
+    project: Mapped[str] = mapped_column(primary_key=True)
+    paused_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class MeasuredTime(Base):
+    """How long clips of one shape took lately, from the jobs that completed: written again every few seconds."""
+
+    __tablename__ = "measured_times"
+
+    model: Mapped[str] = mapped_column(primary_key=True)
+    width: Mapped[int] = mapped_column(primary_key=True)
+    height: Mapped[int] = mapped_column(primary_key=True)
+    num_frames: Mapped[int] = mapped_column(primary_key=True)
+    num_jobs: Mapped[int]
+    run_p50: Mapped[float] = mapped_column(Double())
+    run_p80: Mapped[float] = mapped_column(Double())
+    """Seconds from start to completion."""
+    phases: Mapped[dict[str, Any]]
+    """Mean seconds per phase."""
+    updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class IdempotencyKey(Base):
     """A request that a client may send again: what was answered the first time."""
 
@@ -274,6 +402,8 @@ class Replica(Base):
     epoch: Mapped[int]
     """Counts the rank groups that this supervisor has started."""
     job_id: Mapped[str | None]
+    drain_requested_at: Mapped[datetime | None]
+    """Set by an operator: it finishes what it holds and takes no more until this is null again."""
     detail: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())

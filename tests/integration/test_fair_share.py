@@ -108,14 +108,14 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("statement", "index"),
         [
-            (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claim"),
-            (jobs.num_ready(pool="default", limit=64), "ix_jobs_claim"),
+            (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
+            (jobs.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
             (jobs.expire(), "ix_jobs_deadline"),
             (leftovers.outlived_results(days=30), "ix_jobs_retained"),
             (leftovers.unpurged(), "ix_jobs_unpurged"),
-            (jobs.forget_idle_shares(), "ix_jobs_claim"),
+            (jobs.forget_idle_shares(), "ix_jobs_claimable"),
         ],
         ids=["claim", "num_ready", "reap", "release_unknown", "expire", "outlived", "unpurged", "idle_shares"],
     )

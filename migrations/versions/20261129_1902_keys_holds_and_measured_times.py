@@ -1,0 +1,258 @@
+"""projects and API keys, holds, pauses, measured times
+
+Revision: 71c5a0e8d3f6, after b60f3d9a2e78. The previous release is still running while this one runs: its claims only
+become slower and take jobs that are held, which it does not know of.
+
+Indexes are built without keeping writers out. A run that was broken off leaves an invalid one: the next run begins
+by dropping it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "71c5a0e8d3f6"
+down_revision = "b60f3d9a2e78"
+branch_labels = None
+depends_on = None
+
+RETAINED = "state = 'completed' AND deleted_at IS NULL AND NOT (result ? 'deleted_at')"
+CLAIM_COLUMNS = ["model", "priority", "project", "run_at", "id"]
+COLUMNS = {
+    "api_key": sa.Text(),
+    "hold": sa.String(length=16),
+    "remixed_from": sa.Text(),
+    "retain_until": sa.DateTime(timezone=True),
+}
+
+GUARD = """
+CREATE OR REPLACE FUNCTION jobs_guard() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    retried CONSTANT boolean := NEW.state = 'queued' AND OLD.state IN ('failed', 'cancelled', 'expired');
+BEGIN
+    IF NEW.state <> OLD.state AND (OLD.state, NEW.state) NOT IN (
+        ('queued', 'claimed'), ('queued', 'cancelled'), ('queued', 'expired'), ('queued', 'failed'),
+        ('claimed', 'running'), ('claimed', 'queued'), ('claimed', 'cancelled'), ('claimed', 'failed'),
+        ('claimed', 'expired'),
+        ('running', 'completed'), ('running', 'failed'), ('running', 'cancelled'), ('running', 'queued'),
+        ('failed', 'queued'), ('cancelled', 'queued'), ('expired', 'queued')
+    ) THEN
+        RAISE EXCEPTION 'illegal transition of job %: % -> %', OLD.id, OLD.state, NEW.state
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF NEW.generation <> OLD.generation + retried::int THEN
+        RAISE EXCEPTION 'generation of job % must rise by one with a retry and stay otherwise: % -> %',
+            OLD.id, OLD.generation, NEW.generation USING ERRCODE = 'check_violation';
+    END IF;
+    IF retried AND (OLD.deleted_at IS NOT NULL OR NEW.deleted_at IS NOT NULL) THEN
+        RAISE EXCEPTION 'job % is deleted: it cannot be retried', OLD.id USING ERRCODE = 'check_violation';
+    END IF;
+    IF NEW.state <> OLD.state AND NEW.state IN ('claimed', 'running', 'completed')
+        AND NEW.cancel_requested_at IS NOT NULL THEN
+        RAISE EXCEPTION 'job % is to be cancelled: it cannot become %', OLD.id, NEW.state
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF NEW.state = 'claimed' AND OLD.state <> 'claimed' AND NEW.fence <= coalesce(OLD.fence, 0) THEN
+        RAISE EXCEPTION 'fence of job % must rise: % -> %', OLD.id, OLD.fence, NEW.fence
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF NEW.progress < OLD.progress AND NOT retried THEN
+        RAISE EXCEPTION 'progress of job % must not fall: % -> %', OLD.id, OLD.progress, NEW.progress
+            USING ERRCODE = 'check_violation';
+    END IF;
+    {holds}RETURN NEW;
+END $$;
+"""
+
+# whoever moves a job on need not know why it was held
+HOLDS = """IF NEW.state <> 'queued' THEN
+        NEW.hold := NULL;
+    END IF;
+    """
+
+HISTORY = """
+CREATE OR REPLACE FUNCTION jobs_history() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO job_events (job_id, old_state, new_state, generation, attempt, fence)
+    VALUES (NEW.id, OLD.state, NEW.state, NEW.generation, NEW.attempt, NEW.fence);
+    IF NEW.state = 'claimed' THEN
+        INSERT INTO job_attempts (job_id, fence, generation, attempt, lease_owner)
+        VALUES (NEW.id, NEW.fence, NEW.generation, NEW.attempt, NEW.lease_owner);
+        RETURN NULL;
+    END IF;
+    IF NEW.state = 'running' THEN
+        UPDATE job_attempts SET started_at = now() WHERE job_id = NEW.id AND fence = NEW.fence;
+        RETURN NULL;
+    END IF;
+    IF OLD.state IN ('claimed', 'running') THEN
+        UPDATE job_attempts
+        SET finished_at = now(), outcome = NEW.state, error =
+            CASE WHEN NEW.attempt < OLD.attempt AND NEW.error IS NOT DISTINCT FROM OLD.error THEN NULL
+            ELSE NEW.error END, crashed = NEW.crash_count > OLD.crash_count
+        WHERE job_id = NEW.id AND fence = NEW.fence;
+    END IF;
+    {usage}IF NEW.state = 'queued' THEN
+        INSERT INTO project_shares (project) VALUES (NEW.project) ON CONFLICT DO NOTHING;
+    ELSIF NEW.deleted_at IS NULL THEN
+        INSERT INTO outbox (event_id, job_id, project, generation, type)
+        VALUES (
+            'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation,
+            NEW.id, NEW.project, NEW.generation, 'video.' || NEW.state
+        );
+    END IF;
+    RETURN NULL;
+END $$;
+"""
+
+# a layout is r, replicas, s, GPUs of each
+USAGE = """IF OLD.state = 'running' AND OLD.started_at IS NOT NULL THEN
+        INSERT INTO api_key_usage AS spent (api_key, day, gpu_seconds, attempts)
+        SELECT id, (now() AT TIME ZONE 'UTC')::date, extract(epoch FROM now() - OLD.started_at) * coalesce(
+            (SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = OLD.lease_owner), 1
+        ), 1
+        FROM api_keys WHERE id = OLD.api_key
+        ON CONFLICT (api_key, day) DO UPDATE
+        SET gpu_seconds = spent.gpu_seconds + excluded.gpu_seconds, attempts = spent.attempts + 1;
+    END IF;
+    """
+
+
+def upgrade() -> None:
+    op.create_table(
+        "projects",
+        sa.Column("name", sa.Text(), nullable=False),
+        _now("created_at"),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_projects")),
+    )
+    op.execute("INSERT INTO projects (name) SELECT 'default' UNION SELECT DISTINCT project FROM jobs")
+    op.create_table(
+        "api_keys",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("project", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("hint", sa.Text(), nullable=False),
+        sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("previous_digest", sa.LargeBinary(), nullable=True),
+        sa.Column("previous_until", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("scopes", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("priorities", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("compat", sa.String(length=16), nullable=True),
+        *(
+            sa.Column(name, sa.BigInteger(), nullable=True)
+            for name in ("requests_per_minute", "max_queued", "max_running", "daily_gpu_seconds")
+        ),
+        _now("created_at"),
+        *(
+            sa.Column(name, sa.DateTime(timezone=True), nullable=True)
+            for name in ("expires_at", "revoked_at", "last_used_at")
+        ),
+        *(
+            sa.CheckConstraint(f"{name} {rule}", name=op.f(f"ck_api_keys_{name}_{word}"))
+            for name, rule, word in (
+                ("requests_per_minute", "> 0", "is_positive"),
+                ("max_queued", ">= 0", "is_not_negative"),
+                ("max_running", "> 0", "is_positive"),
+                ("daily_gpu_seconds", "> 0", "is_positive"),
+            )
+        ),
+        sa.ForeignKeyConstraint(["project"], ["projects.name"], name=op.f("fk_api_keys_project_projects")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_api_keys")),
+        sa.UniqueConstraint("digest", name=op.f("uq_api_keys_digest")),
+        sa.UniqueConstraint("previous_digest", name=op.f("uq_api_keys_previous_digest")),
+    )
+    op.create_index(op.f("ix_api_keys_project"), "api_keys", ["project"])
+    op.create_table(
+        "api_key_usage",
+        sa.Column("api_key", sa.Text(), nullable=False),
+        sa.Column("day", sa.Date(), nullable=False),
+        sa.Column("gpu_seconds", sa.Double(), server_default=sa.text("0"), nullable=False),
+        sa.Column("attempts", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["api_key"], ["api_keys.id"], name=op.f("fk_api_key_usage_api_key_api_keys"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("api_key", "day", name=op.f("pk_api_key_usage")),
+        postgresql_with={"fillfactor": 20},
+    )
+    op.create_table(
+        "queue_pauses",
+        sa.Column("project", sa.Text(), nullable=False),
+        _now("paused_at"),
+        sa.PrimaryKeyConstraint("project", name=op.f("pk_queue_pauses")),
+    )
+    op.create_table(
+        "measured_times",
+        sa.Column("model", sa.Text(), nullable=False),
+        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in ("width", "height", "num_frames", "num_jobs")),
+        *(sa.Column(name, sa.Double(), nullable=False) for name in ("run_p50", "run_p80")),
+        sa.Column("phases", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=False),
+        _now("updated_at"),
+        sa.PrimaryKeyConstraint("model", "width", "height", "num_frames", name=op.f("pk_measured_times")),
+    )
+    op.add_column("replicas", sa.Column("drain_requested_at", sa.DateTime(timezone=True), nullable=True))
+    for name, type_ in COLUMNS.items():
+        op.add_column("jobs", sa.Column(name, type_, nullable=True))
+    op.execute(GUARD.format(holds=HOLDS))
+    op.execute(HISTORY.format(usage=USAGE))
+    op.create_check_constraint(
+        op.f("ck_jobs_hold_only_while_queued"), "jobs", "hold IS NULL OR state = 'queued'", postgresql_not_valid=True
+    )
+    with _patience():
+        op.execute("ALTER TABLE jobs VALIDATE CONSTRAINT ck_jobs_hold_only_while_queued")
+    _build_index("ix_jobs_project_state", ["project", "state", "id"], "deleted_at IS NULL")
+    _build_index(
+        "ix_jobs_metadata",
+        [sa.text("(request -> 'metadata')")],
+        "deleted_at IS NULL AND (request -> 'metadata') <> '{}'::jsonb",
+        postgresql_using="gin",
+    )
+    _build_index("ix_jobs_queued_by_key", ["api_key", "priority", "run_at", "id"], "state = 'queued'")
+    _build_index("ix_jobs_retain_until", ["retain_until"], f"retain_until IS NOT NULL AND {RETAINED}")
+    _build_index("ix_jobs_claimable", CLAIM_COLUMNS, "state = 'queued' AND hold IS NULL")
+    _drop_index("ix_jobs_claim")
+
+
+def downgrade() -> None:
+    _build_index("ix_jobs_claim", CLAIM_COLUMNS, "state = 'queued'")
+    for name in ("claimable", "retain_until", "queued_by_key", "metadata", "project_state"):
+        _drop_index(f"ix_jobs_{name}")
+    op.drop_constraint(op.f("ck_jobs_hold_only_while_queued"), "jobs")
+    op.execute(HISTORY.format(usage=""))
+    op.execute(GUARD.format(holds=""))
+    for name in reversed(COLUMNS):
+        op.drop_column("jobs", name)
+    op.drop_column("replicas", "drain_requested_at")
+    for name in ("measured_times", "queue_pauses", "api_key_usage", "api_keys", "projects"):
+        op.drop_table(name)
+
+
+def _now(name: str) -> sa.Column[Any]:
+    return sa.Column(name, sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False)
+
+
+def _build_index(name: str, columns: Sequence[Any], where: str, **options: Any) -> None:
+    _drop_index(name)
+    with _patience():
+        op.create_index(name, "jobs", columns, postgresql_where=sa.text(where), postgresql_concurrently=True, **options)
+
+
+def _drop_index(name: str) -> None:
+    with _patience():
+        op.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {name}")
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """No transaction and no time limits: what is done concurrently waits for older ones and holds up nobody."""
+    with op.get_context().autocommit_block():
+        limits = {name: op.get_bind().scalar(sa.text(f"SHOW {name}")) for name in ("lock_timeout", "statement_timeout")}
+        for name in limits:
+            op.execute(f"SET {name} = 0")
+        try:
+            yield
+        finally:
+            for name, limit in limits.items():
+                op.execute(f"SET {name} = '{limit}'")
