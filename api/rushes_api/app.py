@@ -19,7 +19,7 @@ from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
 from rushes_api.deps import State
 from rushes_api.readiness import Readiness
-from rushes_api.routers import health, models, videos
+from rushes_api.routers import content, health, models, videos
 
 log = get_logger(__name__)
 
@@ -71,7 +71,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
     errors.install(app)
-    for module in (health, models, videos):
+    for module in (health, models, videos, content):
         app.include_router(module.router)
     return app
 

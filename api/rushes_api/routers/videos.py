@@ -1,4 +1,4 @@
-"""OpenAI's Videos: create, list, retrieve, delete, content; and beside them cancel, retry, attempts."""
+"""OpenAI's Videos: create, list, retrieve, delete; and beside them cancel, retry, attempts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
 from rushes_api.body import JSON, MULTIPART, URLENCODED, parse_body, read_body
-from rushes_api.content import check_finished, check_variant, deliver
 from rushes_api.deps import (
     AppState,
     CurrentCaller,
@@ -31,7 +30,7 @@ from rushes_api.deps import (
 )
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, Call, SentKey, fingerprint, take_effect
-from rushes_api.video import CONTENT_TYPE, Video, is_held, poll_after_ms, video_of
+from rushes_api.video import Video, is_held, poll_after_ms, video_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -272,33 +271,6 @@ async def delete_video(video_id: str, project: CurrentProject, parameters: NoQue
     if (await session.execute(statement)).scalar_one_or_none() is None:
         raise no_such_video(video_id)
     return VideoDeleted(id=video_id, object="video.deleted", deleted=True)
-
-
-_CONTENT_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {CONTENT_TYPE: {}}, "description": "The clip"},
-    206: {"content": {CONTENT_TYPE: {}}, "description": "The range that was asked for"},
-    302: {"description": "Where the clip lies"},
-    304: {"description": "The clip is the one that If-None-Match names"},
-    409: {"description": "There is no clip: not yet, or never"},
-    416: {"description": "The range holds no byte of the clip"},
-}
-
-
-@router.head("/{video_id}/content", include_in_schema=False)
-@router.get("/{video_id}/content", response_class=Response, responses=_CONTENT_RESPONSES)
-async def get_content(
-    video_id: str,
-    request: Request,
-    project: CurrentProject,
-    parameters: Annotated[Mapping[str, str], Depends(query("variant", "redirect"))],
-    state: AppState,
-) -> Response:
-    check_variant(parameters.get("variant", "video"))
-    # not the request's session: a slow store or client must not hold a connection to Postgres
-    async with state["sessions"].begin() as session:
-        job = await find_job(video_id, project=project, session=session)
-    check_finished(job)
-    return await deliver(job, request, state, redirect=parameters.get("redirect"))
 
 
 def _video(job: Job, state: State, *, num_ahead: int | None = None) -> Video:
