@@ -113,12 +113,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     commands.add_parser("migrate", help="bring the database's schema to this release").set_defaults(run=_migrate)
 
-    if words[:1] == ["checkpoint"]:
-        from rushes_cli import checkpoint
+    for name, summary in (
+        ("checkpoint", "make, inspect and verify checkpoint directories"),
+        ("bench", "time whole clips on one GPU"),
+    ):
+        if words[:1] == [name]:
+            from importlib import import_module
 
-        checkpoint.add_parser(commands)
-    else:
-        commands.add_parser("checkpoint", help="make, inspect and verify checkpoint directories")
+            import_module(f"rushes_cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 

@@ -1,13 +1,11 @@
 """A tiny random checkpoint in the published layout: complete, servable in seconds on a CPU, the same for one seed.
 
 Geometry that the service's arithmetic depends on (latent channels, compression, rates, patch size) is the released
-one; only widths and depths shrink. Weights are scaled so that every stage matters to the result: normalisation weights
-are off their usual 1, residual branches carry signal, the picture has variance and the sound an ordinary level.
+one; only widths and depths shrink. `random_weights.py` says how the weights are drawn.
 """
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -32,13 +30,20 @@ from rushes_worker.checkpoint.configs import (
 )
 from rushes_worker.checkpoint.inventory import CONTENT_FILE, aggregate
 from rushes_worker.checkpoint.manifest import (
-    RESAMPLING_TAPS,
     Manifest,
-    TensorSpec,
     audio_vae_tensors,
     text_encoder_tensors,
     transformer_tensors,
     video_vae_tensors,
+)
+from rushes_worker.checkpoint.random_weights import (
+    RandomWeights,
+    Rule,
+    Source,
+    audio_vae_rule,
+    text_encoder_rule,
+    transformer_rule,
+    video_vae_rule,
 )
 
 DIFFUSERS_VERSION = "0.36.0.dev0"
@@ -120,7 +125,7 @@ PROFILES: Mapping[str, Profile] = {
 """demo: what the demo and most tests serve. dense: no sparsity, no gates, for comparison with dense implementations.
 wide: heads of 128 and the released rotary width, as fast kernels want them."""
 
-_VISION = VisionConfig(
+VISION = VisionConfig(
     depth=2,
     hidden_size=16,
     intermediate_size=32,
@@ -137,7 +142,7 @@ _VISION = VisionConfig(
 
 def _statistics(name: str, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Means around 0 and deviations around 1, rounded as a config file shows them."""
-    generator = _generator(0, name)
+    generator = Source(0).generator(name)
     means = torch.randn(count, generator=generator) * 0.3
     deviations = 0.7 + 0.6 * torch.rand(count, generator=generator)
     return tuple(round(x, 4) for x in means.tolist()), tuple(round(x, 4) for x in deviations.tolist())
@@ -242,36 +247,41 @@ def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
         root / "transformer",
         {"_class_name": "MiniMaxH3Transformer3DModel", "_diffusers_version": DIFFUSERS_VERSION}
         | asdict(profile.transformer),
-        _transformer_weights(seed, profile),
+        _draw(transformer_tensors(profile.transformer), transformer_rule(gates=profile.gates), seed),
         shards=2,
     )
     _write_model(
         root / "text_encoder",
         _text_encoder_json(profile),
-        _text_encoder_weights(seed, text_encoder_tensors(profile.text_encoder, _VISION)),
+        _draw(text_encoder_tensors(profile.text_encoder, VISION), text_encoder_rule, seed),
         shards=2,
         stem="model",
     )
     _write_model(
         root / "vae",
         {"_class_name": "AutoencoderKLMiniMaxH3", "_diffusers_version": DIFFUSERS_VERSION} | asdict(video),
-        _video_vae_weights(seed, video),
+        _draw(video_vae_tensors(video), video_vae_rule(video), seed),
     )
     _write_model(
         root / "audio_vae",
         {"_class_name": "AutoencoderKLMiniMaxH3Audio", "_diffusers_version": DIFFUSERS_VERSION} | asdict(audio),
-        _audio_vae_weights(seed, audio),
+        _draw(audio_vae_tensors(audio), audio_vae_rule(audio), seed),
     )
     for folder, shift in (("scheduler", VIDEO_SHIFT), ("audio_scheduler", AUDIO_SHIFT)):
         config = {"_class_name": "MiniMaxH3Scheduler", "_diffusers_version": DIFFUSERS_VERSION, "shift": shift}
         _write_json(root / folder / "scheduler_config.json", config)
-    _write_tokenizer(root / "tokenizer")
+    write_tokenizer(root / "tokenizer")
     _write_json(root / "processor" / "preprocessor_config.json", _PREPROCESSOR)
     _write_json(root / "modular_model_index.json", _model_index())
     _write_json(root / "provenance.json", {"base_model": f"tiny://{name}@{seed}"})
     content = _content(root, sorted((root / "transformer").iterdir()))
     _write_json(root / CONTENT_FILE, content)
     _write_json(root / CONTRACT_FILE, _contract(name, profile, str(content["aggregate_sha256"])))
+
+
+def _draw(manifest: Manifest, rule: Rule, seed: int) -> dict[str, Tensor]:
+    weights = RandomWeights(manifest, rule, Source(seed))
+    return {name: weights.get(name) for name in manifest}
 
 
 def _contract(name: str, profile: Profile, content_sha256: str) -> dict[str, object]:
@@ -379,7 +389,7 @@ def _text_encoder_json(profile: Profile) -> dict[str, object]:
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
         "text_config": text,
-        "vision_config": asdict(_VISION)
+        "vision_config": asdict(VISION)
         | {"model_type": "qwen3_vl", "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02},
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -390,7 +400,7 @@ def _text_encoder_json(profile: Profile) -> dict[str, object]:
     }
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Byte-level BPE without merges, so a prompt has one token per UTF-8 byte, laid out like the published tokenizer.
 
     As there, the seven tokens that MiniMax-H3 adds to Qwen's stand in tokenizer_config.json alone.
@@ -407,7 +417,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in QWEN_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN_WORD_TOKENS])
-    folder.mkdir()
+    folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
@@ -465,141 +475,3 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 def _write_json(path: Path, value: object) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for each tensor, so one may change without the others."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _normal(seed: int, name: str, spec: TensorSpec, mean: float, deviation: float) -> Tensor:
-    return mean + deviation * torch.randn(spec.shape, generator=_generator(seed, name))
-
-
-def _plain(seed: int, name: str, spec: TensorSpec, gain: float = 1.0) -> Tensor:
-    """Fan-in scaled weights, small biases, norm weights near but not at 1."""
-    if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "norm3.weight", "norm_out.weight")):
-        return _normal(seed, name, spec, 1.0, 0.1)
-    if len(spec.shape) == 1:
-        return _normal(seed, name, spec, 0.0, 0.02)
-    return _normal(seed, name, spec, 0.0, gain / math.sqrt(math.prod(spec.shape[1:])))
-
-
-def _stored(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    return {name: tensors[name].to(_DTYPES[spec.dtype]).contiguous() for name, spec in manifest.items()}
-
-
-def _transformer_weights(seed: int, profile: Profile) -> dict[str, Tensor]:
-    manifest = transformer_tensors(profile.transformer)
-    tensors: dict[str, Tensor] = {}
-    for name, spec in manifest.items():
-        if name.endswith((".norm_q.weight", ".norm_k.weight")):
-            # above 1, or attention over thousands of rows is so flat that a wrong position or mask would not show
-            tensors[name] = _normal(seed, name, spec, 1.8, 0.2)
-        elif name.endswith("to_gate_compress.weight"):
-            tensors[name] = _plain(seed, name, spec, 0.7) if profile.gates else torch.zeros(spec.shape)
-        elif ".adaln_proj." in name:
-            tensors[name] = _plain(seed, name, spec, 0.8) if spec.shape[1:] else _normal(seed, name, spec, 0.2, 0.3)
-        else:
-            tensors[name] = _plain(seed, name, spec)
-    return _stored(tensors, manifest)
-
-
-def _text_encoder_weights(seed: int, manifest: Manifest) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, spec in manifest.items():
-        if name.endswith("embed_tokens.weight"):
-            tensors[name] = _normal(seed, name, spec, 0.0, 1.0)
-        elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            tensors[name] = _normal(seed, name, spec, 1.5, 0.2)
-        elif name.endswith("layernorm.weight"):
-            tensors[name] = _normal(seed, name, spec, 1.0, 0.1)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            # fifty residual additions: each is kept small, or the last few layers would drown the prompt
-            tensors[name] = _plain(seed, name, spec, 0.5)
-        else:
-            tensors[name] = _plain(seed, name, spec)
-    return _stored(tensors, manifest)
-
-
-def _video_vae_weights(seed: int, config: VideoVaeConfig) -> dict[str, Tensor]:
-    manifest = video_vae_tensors(config)
-    tensors: dict[str, Tensor] = {}
-    for name, spec in manifest.items():
-        if name.endswith((".scale1", ".scale2")):
-            tensors[name] = _normal(seed, name, spec, 0.3, 0.3)
-        elif name.endswith("register_tokens"):
-            tensors[name] = _normal(seed, name, spec, 0.0, 1.0)
-        elif name == "decoder.proj_out.weight":
-            tensors[name] = _smooth_patches(seed, name, config)
-        else:
-            tensors[name] = _plain(seed, name, spec)
-    return _stored(tensors, manifest)
-
-
-def _smooth_patches(seed: int, name: str, config: VideoVaeConfig) -> Tensor:
-    """[3 * 4 * 16 * 16, dim]: every feature paints a smooth patch, so the picture is not per-pixel noise.
-
-    Noise would cost the H.264 encoder more than the whole model costs on such a checkpoint.
-    """
-    extents = (config.temporal_compression, config.spatial_compression, config.spatial_compression)
-    modes = torch.zeros(0, *extents)
-    for orders, amplitude in (((0, 0, 0), 0.8), ((0, 0, 1), 0.4), ((0, 1, 0), 0.4), ((0, 1, 1), 0.2), ((1, 0, 0), 0.2)):
-        axes = [
-            torch.cos(math.pi * order * (torch.arange(extent) + 0.5) / extent)
-            for order, extent in zip(orders, extents, strict=True)
-        ]
-        modes = torch.cat([modes, amplitude * torch.einsum("t,h,w->thw", *axes)[None]])
-    shape = (config.out_channels, len(modes), config.decoder_dim)
-    mixing = torch.randn(shape, generator=_generator(seed, name)) / math.sqrt(config.decoder_dim)
-    return torch.einsum("cmd,mthw->cthwd", mixing, modes).reshape(-1, config.decoder_dim)
-
-
-_LOUDNESS = 0.04
-"""Gain of the last convolution; puts the soundtrack's RMS near 0.1, far from a whisper and from clipping."""
-
-
-def _audio_vae_weights(seed: int, config: AudioVaeConfig) -> dict[str, Tensor]:
-    manifest = audio_vae_tensors(config)
-    tensors: dict[str, Tensor] = {}
-    taps = _resampling_filter()
-    for name, spec in manifest.items():
-        if name.endswith(".filter"):
-            tensors[name] = taps.clone()
-        elif name.endswith("zero_k_bias"):
-            tensors[name] = torch.zeros(spec.shape)
-        elif name.endswith((".alpha", ".beta")):
-            log_space = name.startswith("decoder.")
-            tensors[name] = _normal(seed, name, spec, 0.0 if log_space else 1.0, 0.1)
-        elif name.endswith("_bias"):
-            tensors[name] = _normal(seed, name, spec, 0.0, 0.02)
-        elif name.endswith(".weight_g"):
-            tensors[name] = _normal(seed, name, spec, 1.0, 0.05) * _gain(name, config)
-        else:
-            tensors[name] = _plain(seed, name, spec)
-    # without a constant part the last convolution lets no DC offset of the activations through
-    last = tensors["decoder.conv_post.weight_v"]
-    last -= last.mean(dim=-1, keepdim=True)
-    return _stored(tensors, manifest)
-
-
-def _gain(name: str, config: AudioVaeConfig) -> float:
-    """The weight-norm gain that keeps the variance of a layer's input, less in residual branches."""
-    if name.startswith("decoder.ups."):
-        return math.sqrt(config.decoder_rates[int(name.split(".")[2])] / 2)
-    if name.startswith("decoder.conv_post."):
-        return _LOUDNESS
-    return 0.4 if ".convs2." in name else 1.0
-
-
-def _resampling_filter() -> Tensor:
-    """[1, 1, 12] Kaiser-windowed sinc, cutoff 0.25, half width 0.3, normalised to sum 1 (Kaiser's design formulas)."""
-    attenuation = 2.285 * (RESAMPLING_TAPS // 2 - 1) * math.pi * 4 * 0.3 + 7.95
-    beta = 0.5842 * (attenuation - 21) ** 0.4 + 0.07886 * (attenuation - 21)
-    window = torch.kaiser_window(RESAMPLING_TAPS, periodic=False, beta=beta)
-    taps = window * torch.sinc(0.5 * (torch.arange(RESAMPLING_TAPS) - (RESAMPLING_TAPS - 1) / 2))
-    return (taps / taps.sum()).view(1, 1, -1)

@@ -14,7 +14,7 @@ class WeightSource(Protocol):
     """Stored tensors of one component, by their published names."""
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor `name` on the CPU in its stored dtype; only `rows` (dim 0) and `columns` (dim 1) are read."""
+        """The tensor `name` in its stored dtype; only `rows` (dim 0) and `columns` (dim 1) are read."""
         ...
 
 

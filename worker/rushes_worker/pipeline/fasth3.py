@@ -20,7 +20,7 @@ from rushes_core.prompt import PromptTokenizer
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
-from rushes_worker.checkpoint.directory import open_checkpoint
+from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.model.audio_vae import AudioVaeDecoder
 from rushes_worker.model.sequence import PackedSequence, audio_latents, patchify, unpatchify
 from rushes_worker.model.text_encoder import TextEncoder
@@ -56,11 +56,18 @@ class FastH3Pipeline:
     """A loaded student on one rank; implements `Pipeline`."""
 
     def __init__(
-        self, checkpoint: Path, *, rank: int = 0, sp: int = 1, device: str = "cpu", options: Sequence[str] = ()
+        self,
+        checkpoint: Path | Checkpoint,
+        *,
+        rank: int = 0,
+        sp: int = 1,
+        device: str = "cpu",
+        options: Sequence[str] = (),
     ) -> None:
         """Check the checkpoint, join the other ranks and load this rank's part of every component.
 
         Args:
+            checkpoint: a directory, or one that was opened.
             options: `attention=PROVIDER` asks for a provider of sparse attention; by default the device decides.
 
         Raises:
@@ -72,7 +79,7 @@ class FastH3Pipeline:
             name, _, attention = option.partition("=")
             if name != "attention":
                 raise ValueError(f"this pipeline takes the option attention=PROVIDER, got {option}")
-        opened = open_checkpoint(checkpoint)
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         self._config = opened.transformer_config
         self._parallel = SequenceParallel.connect(rank, sp, device)
         self._device = self._parallel.device

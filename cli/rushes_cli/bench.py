@@ -1,0 +1,283 @@
+"""`rushes bench`: time whole clips on one GPU, from the prompt to the finished MP4."""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rushes_core.clip import Clip
+from rushes_core.errors import RushesError
+from rushes_worker.checkpoint.configs import TransformerConfig
+from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
+from rushes_worker.checkpoint.released import synthetic_checkpoint
+from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+
+SYNTHETIC = "synthetic"
+MEDIA_SECONDS = 120.0
+TOP_KERNELS = 18
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("bench", help="time whole clips on one GPU")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    pipeline = actions.add_parser("pipeline", help="prompt to MP4 on cuda:0, with the time of every stage")
+    pipeline.add_argument(
+        "--weights",
+        required=True,
+        metavar="DIR",
+        help=f"a checkpoint, or `{SYNTHETIC}`: the released sizes with random weights, drawn on the GPU",
+    )
+    pipeline.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="clip lengths (default 5)")
+    pipeline.add_argument("--tokens", type=int, nargs="+", default=[1000], help="prompt lengths (default 1000)")
+    pipeline.add_argument("--size", default="1344x768", help="canvas (default 1344x768)")
+    pipeline.add_argument("--repeat", type=int, default=3, help="clips that count, after --warm-up (default 3)")
+    pipeline.add_argument("--warm-up", type=int, default=1, help="clips before them (default 1)")
+    pipeline.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
+    pipeline.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+    pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
+    pipeline.set_defaults(run=_pipeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A clip to time."""
+
+    width: int
+    height: int
+    seconds: float
+    tokens: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.seconds:g} s, {self.tokens:,} tokens, {self.width}x{self.height}"
+
+    def request(self, seed: int) -> RenderRequest:
+        words = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
+        prompt = (words * (self.tokens // len(words) + 1))[: self.tokens - 1] + "."
+        frames = Clip.for_seconds(self.seconds).num_frames
+        return RenderRequest("bench", 1, prompt, seed, self.width, self.height, frames)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Seconds of one clip: stages by CUDA events on the stream that does the work, `total` by the host's clock."""
+
+    encoding: float
+    denoising: float
+    decoding: float
+    finishing: float
+    """From the end of the GPU's work to the complete, validated MP4."""
+    total: float
+    slowest_step: float
+    fastest_step: float
+
+
+@dataclass
+class TimedReporter:
+    """Marks the stream where stages meet, and hands frames and sound to the media process as a rank would."""
+
+    media: MediaProcess
+    folder: Path
+    marks: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
+
+    def mark(self, label: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append((label, event))
+
+    def progress(self, phase: str, completed_steps: int = 0) -> None:
+        self.mark(f"{phase} {completed_steps}")
+
+    def checkpoint(self) -> None:
+        self.media.check()
+
+    def frames(self, unit: int, frames: np.ndarray) -> None:
+        path = self.folder / f"unit-{unit:03}.rgb"
+        np.ascontiguousarray(frames).tofile(path)
+        self.media.add_unit(unit, path, len(frames))
+        self.mark(f"unit {unit}")
+
+    def audio(self, samples: np.ndarray) -> None:
+        path = self.folder / "audio.npy"
+        np.save(path, samples, allow_pickle=False)
+        self.media.set_audio(path)
+        self.mark("audio 0")
+
+
+class ProfilingReporter(TimedReporter):
+    """Records the kernels of each stage: the encoding, one denoise step, one decoded unit, the sound."""
+
+    def __init__(self, media: MediaProcess, folder: Path, last_unit: int) -> None:
+        super().__init__(media, folder)
+        self.tables: dict[str, list[tuple[str, int, float]]] = {}
+        self._windows = {
+            "encoding 0": "text encoder and refiner",
+            "denoising 2": "one denoise step",
+            f"unit {last_unit - 2}": "one video unit",
+            f"unit {last_unit}": "sound",
+        }
+        self._open: tuple[str, torch.profiler.profile] | None = None
+
+    def mark(self, label: str) -> None:
+        torch.cuda.synchronize()
+        if self._open is not None:
+            title, profiler = self._open
+            profiler.stop()
+            self.tables[title] = [
+                (event.key, event.count, event.self_device_time_total / 1e3)
+                for event in profiler.key_averages()
+                if event.self_device_time_total > 0
+            ]
+            self._open = None
+        super().mark(label)
+        if label in self._windows:
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.start()
+            self._open = self._windows[label], profiler
+
+
+def _pipeline(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        return _refuse("needs a CUDA device")
+    try:
+        width, height = map(int, arguments.size.split("x"))
+    except ValueError:
+        return _refuse(f"--size must be WIDTHxHEIGHT, got {arguments.size}")
+    cases = [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
+    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess() as media:
+        try:
+            _bench(arguments, cases, Path(name), media)
+        except (RushesError, ValueError) as error:
+            return _refuse(str(error))
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"rushes bench: {reason}", file=sys.stderr)
+    return 1
+
+
+def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media: MediaProcess) -> None:
+    options = [] if arguments.attention is None else [f"attention={arguments.attention}"]
+    started = time.perf_counter()
+    checkpoint = _open(arguments, folder)
+    pipeline = FastH3Pipeline(checkpoint, device="cuda:0", options=options)
+    torch.cuda.synchronize()
+    resident = torch.cuda.memory_allocated()
+    weights = "synthetic weights" if arguments.weights == SYNTHETIC else arguments.weights
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {weights}")
+    print(f"loaded in {time.perf_counter() - started:.1f} s, {resident / 2**30:.1f} GiB resident", flush=True)
+    for case in cases:
+        torch.cuda.reset_peak_memory_stats()
+        for i in range(-arguments.warm_up, arguments.repeat):
+            stages = _render(pipeline, case, folder, media, arguments.seed)
+            print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
+            if i == 0:
+                runs = []
+            if i >= 0:
+                runs.append(stages)
+        middle = Stages(**{name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
+        work = transformer_flop(checkpoint.transformer_config, case)
+        figures: dict[str, Any] = {
+            "case": case.title,
+            "weights": weights,
+            **{name: round(value, 4) for name, value in asdict(middle).items()},
+            "spread": [round(min(run.total for run in runs), 3), round(max(run.total for run in runs), 3)],
+            "denoising_tflops": round(work / middle.denoising / 1e12, 1),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+        print(json.dumps(figures), flush=True)
+    if arguments.profile:
+        _profile(pipeline, cases[0], folder, media, arguments.seed)
+
+
+def _open(arguments: argparse.Namespace, folder: Path) -> Checkpoint:
+    if arguments.weights == SYNTHETIC:
+        return synthetic_checkpoint(folder, seed=arguments.seed, device="cuda:0")
+    return open_checkpoint(Path(arguments.weights))
+
+
+@contextmanager
+def _clip(case: Case, folder: Path, media: MediaProcess) -> Iterator[None]:
+    path = folder / "clip.mp4"
+    media.start_clip(ClipSpec(path, case.width, case.height, Clip.for_seconds(case.seconds).num_frames))
+    yield
+    media.finish(MEDIA_SECONDS)
+    path.unlink()
+
+
+def _render(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int) -> Stages:
+    reporter = TimedReporter(media, folder)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with _clip(case, folder, media):
+        pipeline.render(case.request(seed), reporter)
+        reporter.mark("end 0")
+        torch.cuda.synchronize()
+        rendered = time.perf_counter()
+    finished = time.perf_counter()
+    at = {label: reporter.marks[0][1].elapsed_time(event) / 1e3 for label, event in reporter.marks}
+    steps = sorted((label for label in at if label.startswith("denoising")), key=lambda label: int(label.split()[1]))
+    lengths = [at[after] - at[before] for before, after in pairwise(steps)]
+    return Stages(
+        encoding=at["denoising 0"],
+        denoising=at["decoding 0"] - at["denoising 0"],
+        decoding=at["end 0"] - at["decoding 0"],
+        finishing=finished - rendered,
+        total=finished - started,
+        slowest_step=max(lengths),
+        fastest_step=min(lengths),
+    )
+
+
+def _line(stages: Stages) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in asdict(stages).items())
+
+
+def transformer_flop(config: TransformerConfig, case: Case) -> float:
+    """Of all denoise steps: linear layers and the valid pairs of sparse attention, two per multiply-accumulate."""
+    from rushes_kernels.video_sparse_attention import num_selected_tiles, tile_map
+    from rushes_worker.checkpoint.released import CONTRACT
+
+    clip = Clip.for_seconds(case.seconds)
+    grid = (clip.num_latent_frames, case.height // 32, case.width // 32)
+    prefix = case.tokens + 2 * clip.num_audio_latents
+    tiles = tile_map([case.tokens, 2 * clip.num_audio_latents], grid)
+    video = math.prod(grid)
+    rows = prefix + video
+    C, inner, ffn = config.hidden_size, config.inner_dim, config.ffn_dim
+    linear = 2 * rows * (5 * C * inner + 3 * C * ffn)
+    selected = num_selected_tiles(CONTRACT.vsa_sparsity, tiles.num_video_tiles)
+    pairs = prefix * rows + video * (prefix + selected * video / tiles.num_video_tiles)
+    attention = 4 * config.attention_head_dim * config.num_attention_heads * pairs
+    return CONTRACT.num_forwards * config.num_layers * (linear + attention)
+
+
+def _profile(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int) -> None:
+    reporter = ProfilingReporter(media, folder, Clip.for_seconds(case.seconds).num_units - 1)
+    with _clip(case, folder, media):
+        pipeline.render(case.request(seed), reporter)
+    for title, rows in reporter.tables.items():
+        total = sum(milliseconds for _, _, milliseconds in rows)
+        print(f"\n{title}: {total:.2f} ms in {sum(count for _, count, _ in rows)} launches")
+        for key, count, milliseconds in sorted(rows, key=lambda row: -row[2])[:TOP_KERNELS]:
+            print(f"{milliseconds:10.3f} ms {count:6d} x  {100 * milliseconds / total:5.1f} %  {_short(key)}")
+
+
+def _short(kernel: str) -> str:
+    return kernel.removeprefix("void ").replace("at::native::", "")[:110]
