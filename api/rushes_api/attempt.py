@@ -4,10 +4,10 @@ import re
 from hashlib import sha256
 from typing import Literal
 
-from pydantic import BaseModel
 from rushes_core.models import JobAttempt
 from rushes_core.states import JobState
 
+from rushes_api.page import Listed
 from rushes_api.video import VideoError, error_of, unix_or_none
 
 _ID = re.compile(r"attempt_([0-9]{1,18})", re.ASCII)
@@ -15,10 +15,9 @@ _ID = re.compile(r"attempt_([0-9]{1,18})", re.ASCII)
 AttemptStatus = Literal["in_progress", "requeued", "completed", "failed", "cancelled", "expired"]
 
 
-class VideoAttempt(BaseModel):
+class VideoAttempt(Listed):
     """A replica's hold of a job, from the claim to its end. Times are Unix seconds."""
 
-    id: str
     object: Literal["video.attempt"]
     generation: int
     attempt: int

@@ -12,6 +12,8 @@ from rushes_core.request import PRIORITIES
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState
 
+from rushes_api.page import Listed
+
 CONTENT_TYPE = "video/mp4"
 MIN_POLL_MS = 1_000
 MAX_POLL_MS = 10_000
@@ -67,10 +69,9 @@ class Output(BaseModel):
     deleted_at: int | None
 
 
-class Video(BaseModel):
+class Video(Listed):
     """One job. The members up to `error` are OpenAI's, the others are additions."""
 
-    id: str
     object: Literal["video"]
     created_at: int
     completed_at: int | None

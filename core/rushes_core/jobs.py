@@ -481,16 +481,10 @@ def get(job_id: str, *, project: str) -> Select[Job]:
     return select(Job).where(*_visible(job_id, project))
 
 
-def page(
-    *, project: str, after: str | None, limit: int, descending: bool, states: tuple[JobState, ...] | None = None
-) -> Select[Job]:
-    """One page of a project's jobs by id, `limit` + 1 of them: the extra row tells that there are more."""
+def listed(*, project: str, states: tuple[JobState, ...] | None = None) -> Select[Job]:
+    """The jobs that a project sees, in no order."""
     statement = select(Job).where(Job.project == project, Job.deleted_at.is_(None))
-    if states is not None:
-        statement = statement.where(Job.state.in_(states))
-    if after is not None:
-        statement = statement.where(Job.id < after if descending else Job.id > after)
-    return statement.order_by(Job.id.desc() if descending else Job.id.asc()).limit(limit + 1)
+    return statement if states is None else statement.where(Job.state.in_(states))
 
 
 def num_ahead(job: Job) -> Select[int]:

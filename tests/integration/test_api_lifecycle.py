@@ -202,7 +202,10 @@ class TestAttempts:
         assert get(client, video_id)["error"]["message"] == expected
         assert attempts(client, video_id)["data"][0]["error"]["message"] == expected
 
-    def test_pages_hold_every_attempt_once(self, client: TestClient, driver: JobDriver) -> None:
+    @pytest.mark.parametrize(("order", "generations"), [("asc", [1, 2, 3]), ("desc", [3, 2, 1])])
+    def test_pages_hold_every_attempt_once(
+        self, client: TestClient, driver: JobDriver, order: str, generations: list[int]
+    ) -> None:
         video_id = create(client)["id"]
         for _ in range(3):
             driver.fail(video_id, code="generation_failed", message="no")
@@ -210,15 +213,15 @@ class TestAttempts:
         found: list[int] = []
         after = ""
         while True:
-            page = attempts(client, video_id, f"?limit=2{after}")
+            page = attempts(client, video_id, f"?limit=2&order={order}{after}")
             found += [attempt["generation"] for attempt in page["data"]]
             if not page["has_more"]:
                 break
             after = f"&after={page['last_id']}"
-        assert found == [1, 2, 3]
+        assert found == generations
 
     @pytest.mark.parametrize(
-        "query", ["after=x", "after=attempt_", "limit=0", "after=attempt_1234567890123456789", "x=1"]
+        "query", ["after=x", "after=attempt_", "limit=0", "after=attempt_1234567890123456789", "order=up", "x=1"]
     )
     def test_a_wrong_parameter_is_named(self, client: TestClient, query: str) -> None:
         video_id = create(client)["id"]

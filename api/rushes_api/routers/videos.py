@@ -11,7 +11,7 @@ from rushes_core import jobs
 from rushes_core.errors import InvalidRequest, TransitionRefused
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job, JobAttempt
-from rushes_core.request import ResolvedRequest, VideoRequest, parse, printable, resolve, shown
+from rushes_core.request import ResolvedRequest, VideoRequest, parse, printable, resolve
 from rushes_core.states import RETRYABLE_STATES, JobState, states_with_status
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -30,24 +30,17 @@ from rushes_api.deps import (
 )
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, Call, SentKey, fingerprint, take_effect
+from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.video import Video, is_held, poll_after_ms, video_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-DEFAULT_LIMIT = 20
-MAX_LIMIT = 100
 INLINE_BYTES = 8_192
 """Bodies up to this size are checked in the event loop: that takes less time than a thread's turn."""
 
 
-class VideoList(BaseModel):
+class VideoList(Page[Video]):
     """One page, newest first unless `order=asc` was asked for."""
-
-    object: Literal["list"]
-    data: list[Video]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class VideoDeleted(BaseModel):
@@ -56,37 +49,31 @@ class VideoDeleted(BaseModel):
     deleted: bool
 
 
-class AttemptList(BaseModel):
-    """One page, the oldest first."""
-
-    object: Literal["list"]
-    data: list[VideoAttempt]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class AttemptList(Page[VideoAttempt]):
+    """One page, the oldest first unless `order=desc` was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Request:
     """What was asked for, and what that means now: the answer to a repeated request may be older than its faults."""
 
     fingerprint: str
     resolved: ResolvedRequest | InvalidRequest
 
 
-async def _wanted(request: Request, project: CurrentProject, key: SentKey, state: AppState) -> _Wanted:
+async def _wanted(request: Request, project: CurrentProject, key: SentKey, state: AppState) -> _Request:
     cancel_after = _cancel_after(request)
     body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
 
-    def check() -> _Wanted:
+    def check() -> _Request:
         members = _members(request, body)
         seen = "" if key is None else fingerprint(parse(members), cancel_after=cancel_after)
         try:
-            return _Wanted(seen, resolve(members, state["model"], cancel_after=cancel_after))
+            return _Request(seen, resolve(members, state["model"], cancel_after=cancel_after))
         except InvalidRequest as error:
             if key is None:
                 raise
-            return _Wanted(seen, error)
+            return _Request(seen, error)
 
     return check() if len(body) <= INLINE_BYTES else await to_thread.run_sync(check)
 
@@ -114,7 +101,7 @@ def _cancel_after(request: Request) -> str | None:
 
 
 NoQuery = Annotated[Mapping[str, str], Depends(query())]
-Wanted = Annotated[_Wanted, Depends(_wanted)]
+WantedVideo = Annotated[_Request, Depends(_wanted)]
 NO_BODY = Depends(_no_members)
 
 
@@ -139,7 +126,7 @@ _CREATE: dict[str, Any] = {
 
 @router.post("", response_model=Video, openapi_extra=_CREATE)
 async def create_video(
-    request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, wanted: Wanted, state: AppState
+    request: Request, caller: CurrentCaller, parameters: NoQuery, key: SentKey, wanted: WantedVideo, state: AppState
 ) -> Response:
     """Accept a job. It is committed before this is answered."""
     max_attempts = state["settings"].max_attempts
@@ -204,53 +191,25 @@ async def retry_video(
 
 @router.get("/{video_id}/attempts")
 async def list_attempts(
-    job: CurrentJob,
-    parameters: Annotated[Mapping[str, str], Depends(query("after", "limit"))],
-    session: Session,
+    job: CurrentJob, parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS))], session: Session
 ) -> AttemptList:
     """Every time that a replica took the job, of all its generations."""
-    limit = _limit(parameters.get("limit"))
-    statement = jobs.attempts(job.id)
-    if "after" in parameters:
-        fence = fence_of(parameters["after"])
-        if fence is None:
-            raise ApiError(f"after must be the id of an attempt, got {shown(parameters['after'])}", param="after")
-        statement = statement.where(JobAttempt.fence > fence)
-    rows = (await session.execute(statement.limit(limit + 1))).scalars().all()
-    data = [attempt_of(row) for row in rows[:limit]]
-    return AttemptList(
-        object="list",
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(rows) > limit,
-    )
+    wanted = wanted_page(parameters, key_of=fence_of, what="an attempt", descending=False)
+    rows = (await session.execute(wanted.rows(jobs.attempts(job.id), JobAttempt.fence))).scalars().all()
+    return AttemptList.of(rows, attempt_of, limit=wanted.limit)
 
 
 @router.get("")
 async def list_videos(
     project: CurrentProject,
-    parameters: Annotated[Mapping[str, str], Depends(query("after", "limit", "order", "status"))],
+    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "status"))],
     state: AppState,
     session: Session,
 ) -> VideoList:
-    limit = _limit(parameters.get("limit"))
-    statement = jobs.page(
-        project=project,
-        after=_cursor(parameters.get("after")),
-        limit=limit,
-        descending=_one_of("order", parameters.get("order", "desc"), ("asc", "desc")) == "desc",
-        states=_states(parameters.get("status")),
-    )
-    rows = (await session.execute(statement)).scalars().all()
-    data = [_video(job, state) for job in rows[:limit]]
-    return VideoList(
-        object="list",
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(rows) > limit,
-    )
+    wanted = wanted_page(parameters, key_of=_video_id, what="a video")
+    statement = jobs.listed(project=project, states=_states(parameters.get("status")))
+    rows = (await session.execute(wanted.rows(statement, Job.id))).scalars().all()
+    return VideoList.of(rows, lambda job: _video(job, state), limit=wanted.limit)
 
 
 @router.get("/{video_id}")
@@ -289,28 +248,12 @@ def _well_formed(video_id: str) -> str:
     return video_id
 
 
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= MAX_LIMIT):
-        raise ApiError(f"limit must be between 1 and {MAX_LIMIT}, got {shown(text)}", param="limit")
-    return int(text)
-
-
-def _cursor(text: str | None) -> str | None:
-    if text is not None and not is_video_id(text):
-        raise ApiError(f"after must be the id of a video, got {shown(text)}", param="after")
-    return text
+def _video_id(text: str) -> str | None:
+    return text if is_video_id(text) else None
 
 
 def _states(text: str | None) -> tuple[JobState, ...] | None:
     if text is None:
         return None
     words = tuple(dict.fromkeys(state.public_status for state in JobState))
-    return states_with_status(_one_of("status", text, words))
-
-
-def _one_of(name: str, value: str, words: tuple[str, ...]) -> str:
-    if value not in words:
-        raise ApiError(f"{name} must be one of {', '.join(words)}, got {shown(value)}", param=name)
-    return value
+    return states_with_status(one_of("status", text, words))
