@@ -262,11 +262,15 @@ def parse(body: Mapping[str, Any]) -> VideoRequest:
     try:
         return VideoRequest.model_validate(present)
     except ValidationError as error:
-        found = [_to_error(detail) for detail in error.errors(include_input=True, include_url=False)]
-        if len(found) == 1:
-            raise found[0] from error
-        details = [{"loc": [f.param], "msg": str(f), "code": f.code} for f in found]
-        raise InvalidFields(found[0], details) from error
+        raise refusal(error) from error
+
+
+def refusal(error: ValidationError) -> InvalidRequest:
+    """What a client is told of `error`: the first thing that is wrong; an `InvalidFields` when there are several."""
+    found = [_to_error(detail) for detail in error.errors(include_input=True, include_url=False)]
+    if len(found) == 1:
+        return found[0]
+    return InvalidFields(found[0], [{"loc": [f.param], "msg": str(f), "code": f.code} for f in found])
 
 
 def _to_error(detail: ErrorDetails) -> InvalidRequest:
