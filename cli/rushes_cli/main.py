@@ -97,6 +97,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     api = commands.add_parser("api", help="run the HTTP API")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     api.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}")
+    api.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes that share it (default 1)")
     api.set_defaults(run=_api)
 
     worker = commands.add_parser("worker", help="run a worker: replicas of the model on this machine's devices")
@@ -150,7 +151,19 @@ def _api(arguments: argparse.Namespace) -> int:
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"settings: {error}") from None
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_config=None, timeout_graceful_shutdown=10)
+    uvicorn.run(
+        # several processes each make their own
+        app if arguments.workers == 1 else "rushes_api.app:create_app",
+        factory=arguments.workers > 1,
+        workers=arguments.workers,
+        host=arguments.host,
+        port=arguments.port,
+        log_config=None,
+        # the API writes a line for each request itself
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=10,
+    )
     return 0
 
 
@@ -191,6 +204,12 @@ def one_line_database_errors() -> Iterator[None]:
         yield
     except DBAPIError as error:
         raise RushesError(f"database: {str(error.orig).splitlines()[0]}") from None
+
+
+def _workers(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 64):
+        raise argparse.ArgumentTypeError(f"workers must be in 1..64, got {text}")
+    return int(text)
 
 
 def _port(text: str) -> int:
