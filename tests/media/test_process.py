@@ -82,7 +82,7 @@ class TestClip:
         self, media: MediaProcess, spec: ClipSpec, order: tuple[int, ...]
     ) -> None:
         render(media, spec, order)
-        facts = media.finish(timeout=30)
+        facts = media.finish(timeout=30).facts
         whole = make_clip(spec.path.with_name("whole.mp4"), moving_frames(NUM_FRAMES))
         assert spec.path.read_bytes() == whole.read_bytes()
         assert facts == validate_clip(spec.path, width=64, height=64, num_frames=NUM_FRAMES)
@@ -97,13 +97,13 @@ class TestClip:
         media.set_audio(sound(spec))
         for index, path in enumerate(units(spec)):
             media.add_unit(index, path, SIZES[index])
-        assert media.finish(timeout=30).num_frames == NUM_FRAMES
+        assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
 
     def test_one_process_makes_clip_after_clip(self, media: MediaProcess, spec: ClipSpec) -> None:
         pid = media.pid
         for _ in range(3):
             render(media, spec)
-            assert media.finish(timeout=30).num_frames == NUM_FRAMES
+            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
         assert media.pid == pid
 
     def test_settings_reach_the_encoder(self, spec: ClipSpec) -> None:
@@ -123,7 +123,7 @@ class TestFailure:
         yield
         assert files(spec) == []
         render(media, spec)
-        assert media.finish(timeout=30).num_frames == NUM_FRAMES
+        assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
         assert media.pid == pid
 
     def test_missing_unit(self, media: MediaProcess, spec: ClipSpec) -> None:
@@ -231,7 +231,7 @@ class TestProcess:
             assert not media.is_alive
             assert files(spec) == []
             render(media, spec)
-            assert media.finish(timeout=30).num_frames == NUM_FRAMES
+            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
             assert media.pid != pid
 
     def test_a_process_killed_between_clips_is_replaced(self, spec: ClipSpec) -> None:
@@ -239,7 +239,7 @@ class TestProcess:
             os.kill(media.pid, signal.SIGKILL)
             wait_until_gone(media.pid)
             render(media, spec)
-            assert media.finish(timeout=30).num_frames == NUM_FRAMES
+            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
 
     def test_a_process_that_hangs_is_killed(self, spec: ClipSpec) -> None:
         with MediaProcess() as media:
@@ -263,7 +263,7 @@ class TestProcess:
             media.finish(timeout=30)
             os.kill(media.pid, signal.SIGINT)
             render(media, spec)
-            assert media.finish(timeout=30).num_frames == NUM_FRAMES
+            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
 
     @pytest.mark.parametrize("stopped", [False, True], ids=["idle", "unable to notice"])
     def test_it_ends_with_its_parent(self, tmp_path: Path, stopped: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from rushes_worker.child import end_with_parent
+from rushes_worker.media.by_products import ByProducts
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.messages import (
     AbortClip,
@@ -22,11 +23,11 @@ from rushes_worker.media.messages import (
     Failed,
     FinishClip,
     Finished,
+    MadeClip,
     Reply,
     SetAudio,
     StartClip,
 )
-from rushes_worker.media.validate import ClipFacts
 
 
 class ClipInProgress:
@@ -41,6 +42,9 @@ class ClipInProgress:
             height=spec.height,
             num_frames=spec.num_frames,
             settings=command.settings,
+        )
+        self._by_products = ByProducts(
+            spec.by_products, spec.path, width=spec.width, height=spec.height, num_frames=spec.num_frames
         )
         self._waiting: dict[int, AddUnit] = {}
         self._next_unit = 0
@@ -60,12 +64,12 @@ class ClipInProgress:
         self._encoder.add_audio(np.load(command.path, allow_pickle=False))
         command.path.unlink()
 
-    def finish(self) -> ClipFacts:
+    def finish(self) -> MadeClip:
         if self._waiting:
             raise ValueError(f"unit {self._next_unit} is missing; {sorted(self._waiting)} wait for it")
         self._encoder.finish()
         assert self._encoder.facts is not None
-        return self._encoder.facts
+        return MadeClip(self._encoder.facts, *self._by_products.write())
 
     def abort(self) -> None:
         """Delete the unfinished file and every unit that still waits."""
@@ -78,7 +82,9 @@ class ClipInProgress:
         expected, size = int(np.prod(shape)), unit.path.stat().st_size
         if size != expected:
             raise ValueError(f"{unit.path.name}: {unit.num_frames} frames are {expected} bytes, got {size}")
-        self._encoder.add_frames(np.memmap(unit.path, np.uint8, "r", shape=shape))
+        frames = np.memmap(unit.path, np.uint8, "r", shape=shape)
+        self._encoder.add_frames(frames)
+        self._by_products.add_frames(frames)
 
 
 class CommandLoop:
@@ -135,9 +141,9 @@ class CommandLoop:
 
     def _finish(self) -> None:
         assert self._clip is not None
-        facts = self._clip.finish()
+        made = self._clip.finish()
         self._clip = None
-        self._reply(Finished(self._number, facts))
+        self._reply(Finished(self._number, made))
 
     def _drop(self) -> None:
         if self._clip is not None:

@@ -6,6 +6,7 @@ Every message carries the clip's number, so an answer about an abandoned clip is
 from dataclasses import dataclass
 from pathlib import Path
 
+from rushes_worker.media.by_products import ByProduct, Missing
 from rushes_worker.media.encode import EncoderSettings
 from rushes_worker.media.validate import ClipFacts
 
@@ -19,6 +20,8 @@ class ClipSpec:
     width: int
     height: int
     num_frames: int
+    by_products: tuple[str, ...] = ()
+    """Names of the variants to be made beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,19 @@ Command = StartClip | AddUnit | SetAudio | FinishClip | AbortClip
 
 
 @dataclass(frozen=True, slots=True)
+class MadeClip:
+    """A finished clip and what lies beside it."""
+
+    facts: ClipFacts
+    by_products: tuple[ByProduct, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    """What was asked for and could not be made."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     clip: int
-    facts: ClipFacts
+    made: MadeClip
 
 
 @dataclass(frozen=True, slots=True)

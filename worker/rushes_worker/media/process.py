@@ -13,7 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rushes_core.variants import BY_PRODUCTS
+
 from rushes_worker.child import environment_without_secrets, spawn
+from rushes_worker.media.by_products import by_product_path
 from rushes_worker.media.encode import EncoderSettings, check_frame_size, partial_path
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.messages import (
@@ -25,11 +28,11 @@ from rushes_worker.media.messages import (
     Failed,
     FinishClip,
     Finished,
+    MadeClip,
     Reply,
     SetAudio,
     StartClip,
 )
-from rushes_worker.media.validate import ClipFacts
 
 __all__ = ["ClipSpec", "MediaProcess"]
 
@@ -122,8 +125,8 @@ class MediaProcess:
         while self._poll(0.0):
             self._receive()
 
-    def finish(self, timeout: float) -> ClipFacts:
-        """Wait until the clip is encoded, validated and durable under its own name.
+    def finish(self, timeout: float) -> MadeClip:
+        """Wait until the clip is encoded, validated and durable under its own name, and its by-products lie beside it.
 
         Args:
             timeout: seconds; a process that takes longer is killed.
@@ -133,17 +136,17 @@ class MediaProcess:
             MediaError: units or sound are missing, or encoder or disk failed.
             MediaProcessLost: the process is gone or was killed for taking too long.
         """
-        path = self._started().path
+        spec = self._started()
         self.check()
         try:
             self._send(FinishClip(self._number))
             while self._poll(timeout):
                 if isinstance(reply := self._receive(), Finished):
                     self._spec, self._inputs = None, []
-                    return reply.facts
+                    return reply.made
             raise self._lost(f"did not finish the clip within {timeout:g} s")
         except MediaError:
-            path.unlink(missing_ok=True)
+            _remove_outputs(spec)
             raise
 
     def abort(self) -> None:
@@ -246,9 +249,17 @@ class MediaProcess:
     def _forget_clip(self) -> None:
         if self._spec is not None:
             partial_path(self._spec.path).unlink(missing_ok=True)
+            _remove_outputs(self._spec)
         for path in self._inputs:
             path.unlink(missing_ok=True)
         self._spec, self._inputs = None, []
+
+
+def _remove_outputs(spec: ClipSpec) -> None:
+    spec.path.unlink(missing_ok=True)
+    for variant in BY_PRODUCTS:
+        if variant.name in spec.by_products:
+            by_product_path(spec.path, variant).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

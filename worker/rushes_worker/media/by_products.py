@@ -1,0 +1,264 @@
+"""Small files made beside a clip from what is in memory anyway: a poster frame, a sheet of frames to scrub through, and
+the sound alone.
+
+Shapes: f frames of one call, F frames of the clip, H height, W width.
+
+Each may fail by itself: then it is missing, and the clip is none the worse. The same frames give the same bytes, in
+whatever calls they come.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any, TypeVar
+
+import av
+import numpy as np
+from av.codec.context import Flags
+from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
+from rushes_core.clip import FPS
+from rushes_core.variants import AUDIO, SPRITESHEET, THUMBNAIL, VARIANTS, Variant
+
+from rushes_worker.media.errors import MediaError
+
+T = TypeVar("T")
+
+THUMBNAIL_EDGE = 672
+"""Long edge of the poster frame in pixels at most: half of the 16:9 canvas."""
+TILE_EDGE = 240
+"""Long edge of one frame of the sheet in pixels at most."""
+MAX_TILES = 25
+
+NEAR_BLACK = 20
+"""Mean of R, G and B, of 255, below which a frame is a poor poster: a fade or a cut to black."""
+
+_SAMPLE_STEP = 8
+_JPEG_QUALITY = "3"
+"""Quantiser, 2 to 31: at 3 a frame has the size that libjpeg gives it at quality 85."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByProduct:
+    """A file beside the clip."""
+
+    variant: Variant
+    path: Path
+    bytes: int
+    sha256: str
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a client needs to use it, as it is stored with the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A by-product that could not be made."""
+
+    variant: Variant
+    reason: str
+
+
+class ByProducts:
+    """Those that were asked for of one clip.
+
+    Args:
+        names: of variants.
+        path: the clip; files are written beside it.
+        width, height: of the clip, in pixels.
+        num_frames: of the whole clip.
+    """
+
+    def __init__(self, names: Collection[str], path: Path, *, width: int, height: int, num_frames: int) -> None:
+        self._path = path
+        self._missing: dict[Variant, Missing] = {}
+        self._wanted = [variant for variant in VARIANTS.values() if variant.name in names]
+        self._poster = _Poster(width, height, num_frames)
+        self._sheet = _Sheet(width, height, num_frames)
+        self._next_frame = 0
+
+    def add_frames(self, frames: np.ndarray) -> None:
+        """Take from the next frames of the clip, uint8 [f, H, W, 3] RGB, what pictures need of them."""
+        for variant, picture in ((THUMBNAIL, self._poster), (SPRITESHEET, self._sheet)):
+            if self._is_wanted(variant):
+                self._attempt(variant, lambda picture=picture: picture.add(frames, self._next_frame))
+        self._next_frame += len(frames)
+
+    def write(self) -> tuple[tuple[ByProduct, ...], tuple[Missing, ...]]:
+        """Write the files, once the clip is complete; what was made and what was not."""
+        makers = {THUMBNAIL: self._write_poster, SPRITESHEET: self._write_sheet, AUDIO: self._write_audio}
+        made = [
+            product
+            for variant in self._wanted
+            if self._is_wanted(variant) and (product := self._attempt(variant, makers[variant])) is not None
+        ]
+        return tuple(made), tuple(self._missing.values())
+
+    def _is_wanted(self, variant: Variant) -> bool:
+        return variant in self._wanted and variant not in self._missing
+
+    def _attempt(self, variant: Variant, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except Exception as error:
+            self._missing[variant] = Missing(variant, f"{type(error).__name__}: {error}")
+            with suppress(OSError):
+                by_product_path(self._path, variant).unlink(missing_ok=True)
+            return None
+
+    def _write_poster(self) -> ByProduct:
+        picture, index = self._poster.chosen()
+        details = {"time_seconds": round(index / FPS, 3)}
+        return self._written(THUMBNAIL, encode_jpeg(picture), picture, details)
+
+    def _write_sheet(self) -> ByProduct:
+        sheet = self._sheet
+        details = {
+            "columns": sheet.columns,
+            "tiles": len(sheet.frames),
+            "tile_width": sheet.tile_width,
+            "tile_height": sheet.tile_height,
+        }
+        return self._written(SPRITESHEET, encode_jpeg(sheet.picture), sheet.picture, details)
+
+    def _written(self, variant: Variant, data: bytes, picture: np.ndarray, details: dict[str, Any]) -> ByProduct:
+        path = by_product_path(self._path, variant)
+        path.write_bytes(data)
+        height, width, _ = picture.shape
+        return _described(variant, path, {"width": width, "height": height, **details})
+
+    def _write_audio(self) -> ByProduct:
+        path = by_product_path(self._path, AUDIO)
+        seconds = extract_audio(self._path, path)
+        return _described(AUDIO, path, {"duration_seconds": round(seconds, 3)})
+
+
+def by_product_path(clip: Path, variant: Variant) -> Path:
+    """Where the `variant` of the clip at this path is written."""
+    return clip.with_name(variant.filename)
+
+
+def encode_jpeg(picture: np.ndarray) -> bytes:
+    """`picture`, uint8 [H, W, 3] RGB, as baseline JPEG with JFIF's colours."""
+    height, width, _ = picture.shape
+    frame = VideoReformatter().reformat(
+        av.VideoFrame.from_numpy_buffer(picture, format="rgb24"),
+        format="yuvj420p",
+        src_color_range=ColorRange.JPEG,
+        dst_colorspace=Colorspace.ITU601,
+        dst_color_range=ColorRange.JPEG,
+        threads=1,
+    )
+    frame.pts = 0
+    context = av.CodecContext.create("mjpeg", "w")
+    context.width, context.height, context.pix_fmt = width, height, "yuvj420p"
+    context.color_range = ColorRange.JPEG
+    context.time_base = frame.time_base = Fraction(1, FPS)
+    # without an aspect ratio there would be no JFIF header
+    context.sample_aspect_ratio = Fraction(1)
+    context.thread_count = 1
+    context.flags |= Flags.bitexact
+    context.options = {"qmin": _JPEG_QUALITY, "qmax": _JPEG_QUALITY}
+    return b"".join(bytes(packet) for packet in (*context.encode(frame), *context.encode(None)))
+
+
+def extract_audio(clip: Path, path: Path) -> float:
+    """Copy the sound of an MP4 to an M4A, packet by packet, `moov` first; its length in seconds.
+
+    Raises:
+        MediaError: the copy has another number of packets or another length.
+        av.FFmpegError, OSError
+    """
+    options = {"movflags": "+faststart", "fflags": "+bitexact", "movie_timescale": "96000"}
+    with av.open(str(clip)) as source:
+        given = source.streams.audio[0]
+        expected = (given.frames, _seconds(given))
+        with av.open(str(path), "w", format="ipod", options=options) as target:
+            stream = target.add_stream_from_template(given)
+            for packet in source.demux(given):
+                if packet.dts is not None:
+                    packet.stream = stream
+                    target.mux(packet)
+    with av.open(str(path)) as copy:
+        found = (copy.streams.audio[0].frames, _seconds(copy.streams.audio[0]))
+    if found != expected:
+        raise MediaError(
+            f"{path.name} has {found[0]} packets, {found[1]} s; the clip has {expected[0]}, {expected[1]} s"
+        )
+    return float(found[1])
+
+
+class _Poster:
+    """The first frame after the opening third that is not nearly black, or the brightest one if all are."""
+
+    def __init__(self, width: int, height: int, num_frames: int) -> None:
+        self._first = num_frames // 3
+        self._size = _fitting(width, height, THUMBNAIL_EDGE)
+        self._picture: np.ndarray | None = None
+        self._index = 0
+        self._brightness = -1.0
+
+    def add(self, frames: np.ndarray, start: int) -> None:
+        for index, frame in enumerate(frames, start):
+            if index < self._first or self._brightness >= NEAR_BLACK:
+                continue
+            brightness = float(frame[::_SAMPLE_STEP, ::_SAMPLE_STEP].mean())
+            if brightness > self._brightness:
+                self._brightness, self._index = brightness, index
+                self._picture = _scaled(frame, *self._size)
+
+    def chosen(self) -> tuple[np.ndarray, int]:
+        """The picture, and the number of its frame."""
+        if self._picture is None:
+            raise MediaError("no frame came")
+        return self._picture, self._index
+
+
+class _Sheet:
+    """Evenly spaced frames, row by row: tile i of n shows the middle of the i-th n-th of the clip."""
+
+    def __init__(self, width: int, height: int, num_frames: int) -> None:
+        count = min(MAX_TILES, num_frames)
+        self.columns = ceil(sqrt(count))
+        self.tile_width, self.tile_height = _fitting(width, height, TILE_EDGE)
+        self.frames = [(2 * tile + 1) * num_frames // (2 * count) for tile in range(count)]
+        rows = ceil(count / self.columns)
+        self.picture = np.zeros((rows * self.tile_height, self.columns * self.tile_width, 3), np.uint8)
+
+    def add(self, frames: np.ndarray, start: int) -> None:
+        for tile, index in enumerate(self.frames):
+            if start <= index < start + len(frames):
+                row, column = divmod(tile, self.columns)
+                top, left = row * self.tile_height, column * self.tile_width
+                scaled = _scaled(frames[index - start], self.tile_width, self.tile_height)
+                self.picture[top : top + self.tile_height, left : left + self.tile_width] = scaled
+
+
+def _fitting(width: int, height: int, edge: int) -> tuple[int, int]:
+    """A size of this shape, in even numbers, whose long edge is `edge` at most."""
+    scale = min(1.0, edge / max(width, height))
+    return max(2, 2 * round(width * scale / 2)), max(2, 2 * round(height * scale / 2))
+
+
+def _scaled(frame: np.ndarray, width: int, height: int) -> np.ndarray:
+    scaled = VideoReformatter().reformat(
+        av.VideoFrame.from_numpy_buffer(frame, format="rgb24"),
+        width=width,
+        height=height,
+        format="rgb24",
+        interpolation=Interpolation.AREA,
+        threads=1,
+    )
+    return scaled.to_ndarray()
+
+
+def _described(variant: Variant, path: Path, details: dict[str, Any]) -> ByProduct:
+    data = path.read_bytes()
+    return ByProduct(variant, path, len(data), hashlib.sha256(data).hexdigest(), details)
+
+
+def _seconds(stream: av.AudioStream) -> Fraction:
+    assert stream.time_base is not None
+    return (stream.duration or 0) * stream.time_base
