@@ -72,6 +72,12 @@ class Settings(BaseSettings):
     """How long a presigned download URL works."""
     api_max_body_bytes: Annotated[int, Field(ge=1_024)] = 1_048_576
     """Largest request body that is read."""
+    api_max_waiting: PositiveInt = 1_000
+    """Requests of one API process that may wait for jobs at once: event streams, `Prefer: wait` and `/v1/videos/sync`."""
+    api_max_waiting_per_key: PositiveInt = 250
+    """The same for one API key in one process."""
+    sync_timeout_seconds: PositiveInt = 600
+    """How long `POST /v1/videos/sync` waits for the clip before it answers 504."""
 
     pool: Annotated[str, StringConstraints(pattern="^[a-z0-9-]{1,32}$")] = "default"
     """Pool of workers that this worker joins and that this dispatcher wakes."""
