@@ -19,7 +19,8 @@ from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
 from rushes_api.deps import State
 from rushes_api.readiness import Readiness
-from rushes_api.routers import content, health, models, videos
+from rushes_api.routers import actions, content, events, health, models, videos
+from rushes_api.watch import watching
 
 log = get_logger(__name__)
 
@@ -51,16 +52,18 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         engine = create_api_engine(configured)
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         log.info("api_started", model=model.name)
-        yield State(
-            settings=configured,
-            keys=keys,
-            model=model,
-            model_created=int((configured.checkpoint / CONTRACT_FILE).stat().st_mtime),
-            sessions=sessions,
-            store=store,
-            store_limiter=CapacityLimiter(STORE_THREADS),
-            readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
-        )
+        async with watching(configured, sessions) as watcher:
+            yield State(
+                settings=configured,
+                keys=keys,
+                model=model,
+                model_created=int((configured.checkpoint / CONTRACT_FILE).stat().st_mtime),
+                sessions=sessions,
+                store=store,
+                store_limiter=CapacityLimiter(STORE_THREADS),
+                readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
+                watcher=watcher,
+            )
         await engine.dispose()
         log.info("api_stopped")
 
@@ -71,7 +74,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
     errors.install(app)
-    for module in (health, models, videos, content):
+    for module in (health, models, videos, actions, events, content):
         app.include_router(module.router)
     return app
 

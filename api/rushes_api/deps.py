@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypedDict, cast
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
 from rushes_core import jobs
-from rushes_core.errors import JobNotFound
+from rushes_core.errors import JobDeleted, JobNotFound
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
 from rushes_core.request import printable
@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from rushes_api.auth import ApiKeys, Caller
 from rushes_api.errors import ApiError
 from rushes_api.readiness import Readiness
+from rushes_api.watch import Watcher
 
 
 class State(TypedDict):
@@ -32,6 +33,7 @@ class State(TypedDict):
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""
     readiness: Readiness
+    watcher: Watcher
 
 
 def _state(request: Request) -> State:
@@ -69,14 +71,25 @@ async def find_job(video_id: str, *, project: str, session: AsyncSession) -> Job
     """The job of this project with this id.
 
     Raises:
-        JobNotFound
+        JobNotFound, JobDeleted
     """
     found = None
     if is_video_id(video_id):
         found = (await session.execute(jobs.get(video_id, project=project))).scalar_one_or_none()
-    if found is None:
+    return visible(found, video_id)
+
+
+def visible(job: Job | None, video_id: str) -> Job:
+    """`job`, which was looked for under this id, if it may be shown.
+
+    Raises:
+        JobNotFound, JobDeleted
+    """
+    if job is None:
         raise no_such_video(video_id)
-    return found
+    if job.deleted_at is not None:
+        raise JobDeleted(f"{job.id} was deleted")
+    return job
 
 
 async def _job(video_id: str, project: CurrentProject, session: Session) -> Job:
@@ -88,6 +101,16 @@ CurrentJob = Annotated[Job, Depends(_job, scope="function")]
 
 def no_such_video(video_id: str) -> JobNotFound:
     return JobNotFound(f"no video with id {printable(video_id)}")
+
+
+async def _well_formed(video_id: str, caller: CurrentCaller) -> str:
+    if not is_video_id(video_id):
+        raise no_such_video(video_id)
+    return video_id
+
+
+WellFormedId = Annotated[str, Depends(_well_formed)]
+"""The id in the path, which may or may not be one of a job."""
 
 
 def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
@@ -105,3 +128,6 @@ def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, s
         return values
 
     return parameters
+
+
+NoQuery = Annotated[Mapping[str, str], Depends(query())]

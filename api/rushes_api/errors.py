@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
-from rushes_core.errors import InvalidRequest, JobNotFound, RushesError, StorageError, TransitionRefused
+from rushes_core.errors import InvalidRequest, JobDeleted, JobNotFound, RushesError, StorageError, TransitionRefused
 from rushes_core.log import get_logger
 from rushes_core.request import InvalidFields, ModelNotFound, printable
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
@@ -145,6 +145,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             return ApiError(str(error), param=error.param, code=error.code)
         case JobNotFound():
             return ApiError(str(error), code=error.code, status=HTTPStatus.NOT_FOUND)
+        case JobDeleted():
+            return ApiError(str(error), code=error.code, status=HTTPStatus.GONE)
         case TransitionRefused():
             return ApiError(
                 str(error), code=error.code, status=HTTPStatus.CONFLICT, headers={"x-should-retry": "false"}

@@ -6,6 +6,7 @@ RushesError
 │   └── ObjectMissing           there is no such object
 ├── InvalidRequest              what a client sent is wrong; never retried, never counts against a worker
 ├── JobNotFound                 no such job in this project
+├── JobDeleted                  there was one
 ├── TransitionRefused           the job is not in a state that allows the move
 └── GenerationError             raised while a job runs, stored on the job
     ├── InvalidOutput           the clip that came out breaks its own contract
@@ -51,6 +52,12 @@ class JobNotFound(RushesError):
     """No job with this id exists in the caller's project."""
 
     code = "video_not_found"
+
+
+class JobDeleted(RushesError):
+    """The job with this id was deleted: it is a tombstone."""
+
+    code = "video_deleted"
 
 
 class TransitionRefused(RushesError):

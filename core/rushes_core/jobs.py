@@ -409,7 +409,7 @@ def cancel(job_id: str, *, project: str) -> ReturningUpdate[Job]:
 
 
 def delete_job(job_id: str, *, project: str) -> ReturningUpdate[Job]:
-    """Hide a job for good, and cancel it as `cancel` does."""
+    """Hide a job for good, and cancel it as `cancel` does. No row: there is none to hide, not any more or never."""
     return _update_jobs().where(*_visible(job_id, project)).values(deleted_at=func.now(), **_to_cancel()).returning(Job)
 
 
@@ -478,7 +478,8 @@ def forget_idle_shares() -> Delete:
 
 
 def get(job_id: str, *, project: str) -> Select[Job]:
-    return select(Job).where(*_visible(job_id, project))
+    """The job, or the tombstone that is left of it."""
+    return select(Job).where(Job.id == job_id, Job.project == project)
 
 
 def listed(*, project: str, states: tuple[JobState, ...] | None = None) -> Select[Job]:

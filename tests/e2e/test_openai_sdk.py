@@ -23,8 +23,10 @@ def test_sdk_creates_polls_downloads_lists_and_deletes(service: Service) -> None
 
         deleted = sdk.videos.delete(video.id)
         assert (deleted.id, deleted.deleted) == (video.id, True)
-        for ask in (sdk.videos.retrieve, sdk.videos.download_content, sdk.videos.delete):
-            with pytest.raises(openai.NotFoundError):
+        assert sdk.videos.delete(video.id).deleted is True
+        for ask in (sdk.videos.retrieve, sdk.videos.download_content):
+            with pytest.raises(openai.APIStatusError) as gone:
                 ask(video.id)
+            assert gone.value.code == "video_deleted"
         assert video.id not in [listed.id for listed in sdk.videos.list()]
     eventually(lambda: not service.stored(video.id), seconds=20)

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr
-from rushes_api import once
+from rushes_api import once, view
 from rushes_api.app import create_app
-from rushes_api.routers import videos
 from rushes_core import database
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey
@@ -130,7 +129,7 @@ class TestKey:
             raise StorageError("no")
 
         with monkeypatch.context() as broken:
-            broken.setattr(videos, "video_of", refuse)
+            broken.setattr(view, "video_of", refuse)
             assert code_of(post(client, key), 503) == "storage_unavailable"
         assert driver.num_rows() == before
         assert not is_replayed(post(client, key))
@@ -323,3 +322,15 @@ class TestLostCommit:
         response = through.post(f"/v1/videos/{video_id}/cancel")
         assert (response.status_code, response.json()["status"]) == (200, "cancelled")
         assert proxy.strikes == 1
+
+    def test_a_delete_is_answered_as_if_nothing_had_been(
+        self, through: TestClient, proxy: TcpProxy, driver: JobDriver
+    ) -> None:
+        video_id = through.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+        proxy.set(Mode.LOSE_REPLY, budget=1)
+        response = through.delete(f"/v1/videos/{video_id}")
+        assert (response.status_code, response.json()["deleted"]) == (200, True)
+        assert proxy.strikes == 1
+        row = driver.row(video_id)
+        assert row is not None
+        assert row.deleted_at is not None

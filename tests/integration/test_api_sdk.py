@@ -75,8 +75,9 @@ class TestSdk:
         assert (done.status, done.progress, done.error) == ("completed", 100, None)
         assert sdk.videos.download_content(video.id).read() == CLIP
         assert sdk.videos.delete(video.id).deleted is True
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.APIStatusError) as gone:
             sdk.videos.retrieve(video.id)
+        assert (gone.value.status_code, gone.value.code) == (410, "video_deleted")
 
     def test_a_call_with_a_key_may_be_repeated(self, sdk: OpenAI, http: httpx.Client) -> None:
         headers = {"Idempotency-Key": "an SDK's"}
@@ -187,4 +188,4 @@ def test_any_process_serves_any_job(
             listed = http.get(f"{server.url}/v1/videos?limit=1").json()
             assert listed["first_id"] == video_id
             assert http.delete(at_second).json()["deleted"] is True
-            assert http.get(f"{restarted.url}/v1/videos/{video_id}").status_code == 404
+            assert http.get(f"{restarted.url}/v1/videos/{video_id}").status_code == 410

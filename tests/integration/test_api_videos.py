@@ -223,11 +223,10 @@ class TestDelete:
     def test_a_finished_one_is_gone(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
         video_id = create(client)["id"]
         driver.complete(video_id, b"clip", tmp_path)
-        response = client.delete(f"/v1/videos/{video_id}")
-        assert response.json() == {"id": video_id, "object": "video.deleted", "deleted": True}
-        assert client.get(f"/v1/videos/{video_id}").status_code == 404
-        assert client.get(f"/v1/videos/{video_id}/content").status_code == 404
-        assert client.delete(f"/v1/videos/{video_id}").status_code == 404
+        for _ in range(2):
+            response = client.delete(f"/v1/videos/{video_id}")
+            assert response.status_code == 200
+            assert response.json() == {"id": video_id, "object": "video.deleted", "deleted": True}
         listed = client.get("/v1/videos?limit=100").json()["data"]
         assert video_id not in [video["id"] for video in listed]
 
@@ -237,6 +236,27 @@ class TestDelete:
         row = driver.row(video_id)
         assert row is not None
         assert row.state == "cancelled"
+
+    @pytest.mark.parametrize(
+        ("method", "what"),
+        [("GET", ""), ("GET", "/content"), ("GET", "/attempts"), ("POST", "/cancel"), ("POST", "/retry")],
+    )
+    def test_a_tombstone_is_left_that_says_so(self, client: TestClient, method: str, what: str) -> None:
+        video_id = create(client)["id"]
+        client.delete(f"/v1/videos/{video_id}")
+        response = client.request(method, f"/v1/videos/{video_id}{what}")
+        assert (response.status_code, response.json()["error"]["code"]) == (410, "video_deleted")
+
+    def test_to_delete_again_changes_nothing(self, client: TestClient, driver: JobDriver) -> None:
+        video_id = create(client)["id"]
+        client.delete(f"/v1/videos/{video_id}")
+        first = driver.row(video_id)
+        client.delete(f"/v1/videos/{video_id}")
+        again = driver.row(video_id)
+        assert first is not None
+        assert again is not None
+        assert first.deleted_at is not None
+        assert first.deleted_at == again.deleted_at
 
     def test_a_running_one_is_asked_to_stop(self, client: TestClient, driver: JobDriver) -> None:
         video_id = create(client)["id"]

@@ -104,7 +104,8 @@ class TestCancel:
         job = rows.add()
         assert rows.run(jobs.delete_job(job.id, project="default")).state is JobState.CANCELLED
         assert rows.claim() is None
-        assert rows.run(jobs.get(job.id, project="default")) is None
+        assert rows.run(jobs.get(job.id, project="default")).deleted_at is not None
+        assert rows.run(jobs.listed(project="default")) is None
 
     def test_delete_of_another_projects_job_changes_nothing(self, rows: JobRows) -> None:
         job = rows.add()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from rushes_api import admission
 from rushes_api.app import create_app
 from rushes_api.boundary import Boundary
 from rushes_api.errors import ApiError, install
 from rushes_api.once import OUTCOME_UNKNOWN
-from rushes_api.routers import videos
 from rushes_core.errors import InvalidRequest
 from rushes_core.served_model import ServedModel
 from starlette.testclient import TestClient
@@ -218,7 +218,7 @@ class TestLoop:
                 inline.append(True)
             raise InvalidRequest("enough")
 
-        monkeypatch.setattr(videos, "resolve", resolve)
+        monkeypatch.setattr(admission, "resolve", resolve)
         assert client.post("/v1/videos", json={"prompt": "x" * size}).status_code == 400
         assert inline == [is_inline]
 

@@ -1,0 +1,93 @@
+"""What a client does to a job after it was accepted: cancel, retry, attempts."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from rushes_core import jobs
+from rushes_core.errors import TransitionRefused
+from rushes_core.models import JobAttempt
+from rushes_core.states import RETRYABLE_STATES, JobState
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from rushes_api.admission import KEY_HEADER, NO_BODY
+from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
+from rushes_api.deps import AppState, CurrentCaller, CurrentJob, NoQuery, Session, WellFormedId, find_job, query
+from rushes_api.once import Call, SentKey, fingerprint, take_effect
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
+from rushes_api.video import Video
+from rushes_api.view import CurrentView
+
+router = APIRouter(prefix="/v1/videos", tags=["videos"])
+
+_WITH_KEY: dict[str, Any] = {"parameters": [KEY_HEADER]}
+
+
+class AttemptList(Page[VideoAttempt]):
+    """One page, the oldest first unless `order=desc` was asked for."""
+
+
+@router.post("/{video_id}/cancel", response_model=Video, dependencies=[NO_BODY], openapi_extra=_WITH_KEY)
+async def cancel_video(
+    video_id: WellFormedId,
+    request: Request,
+    caller: CurrentCaller,
+    parameters: NoQuery,
+    key: SentKey,
+    state: AppState,
+    view: CurrentView,
+) -> Response:
+    """Cancel a waiting job at once; a running one is asked to stop and goes on as it is until it has."""
+
+    async def cancel(session: AsyncSession) -> Video:
+        job = (await session.execute(jobs.cancel(video_id, project=caller.project))).scalar_one_or_none()
+        if job is None:
+            job = await find_job(video_id, project=caller.project, session=session)
+        if job.state.is_final and job.state is not JobState.CANCELLED:
+            raise TransitionRefused(f"{job.id} is {job.state.public_status}: it cannot be cancelled any more")
+        return view.video(job)
+
+    call = Call(caller, f"POST /v1/videos/{video_id}/cancel", key, fingerprint(), is_harmless=True)
+    return await take_effect(call, cancel, request=request, sessions=state["sessions"])
+
+
+@router.post("/{video_id}/retry", response_model=Video, dependencies=[NO_BODY], openapi_extra=_WITH_KEY)
+async def retry_video(
+    video_id: WellFormedId,
+    request: Request,
+    caller: CurrentCaller,
+    parameters: NoQuery,
+    key: SentKey,
+    state: AppState,
+    view: CurrentView,
+) -> Response:
+    """Queue a job again that failed, was cancelled or expired: the same id, a new generation, from the start."""
+    generation: int | None = None
+
+    async def retry(session: AsyncSession) -> Video:
+        nonlocal generation
+        if generation is not None:
+            found = await find_job(video_id, project=caller.project, session=session)
+            if found.generation >= generation:
+                return view.video(found)
+        statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
+        job = (await session.execute(statement)).scalar_one_or_none()
+        if job is None:
+            found = await find_job(video_id, project=caller.project, session=session)
+            words = ", ".join(one.public_status for one in RETRYABLE_STATES)
+            raise TransitionRefused(f"{found.id} is {found.state.public_status}; what can be retried is {words}")
+        generation = job.generation
+        return view.video(job)
+
+    call = Call(caller, f"POST /v1/videos/{video_id}/retry", key, fingerprint())
+    return await take_effect(call, retry, request=request, sessions=state["sessions"])
+
+
+@router.get("/{video_id}/attempts")
+async def list_attempts(
+    job: CurrentJob, parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS))], session: Session
+) -> AttemptList:
+    """Every time that a replica took the job, of all its generations."""
+    wanted = wanted_page(parameters, key_of=fence_of, what="an attempt", descending=False)
+    rows = (await session.execute(wanted.rows(jobs.attempts(job.id), JobAttempt.fence))).scalars().all()
+    return AttemptList.of(rows, attempt_of, limit=wanted.limit)
