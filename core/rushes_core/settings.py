@@ -40,6 +40,8 @@ class Settings(BaseSettings):
 
     s3_bucket: NonEmpty
     """Bucket that finished clips are stored in."""
+    s3_output_buckets: str = ""
+    """Other buckets of the same store that a request may name, separated by commas."""
     s3_endpoint_url: str = ""
     """Endpoint of an S3-compatible store; empty: AWS."""
     s3_public_endpoint_url: str = ""
@@ -153,6 +155,12 @@ class Settings(BaseSettings):
                 f"lease_seconds={self.lease_seconds}"
             )
         return self
+
+    @property
+    def output_buckets(self) -> tuple[str, ...]:
+        """Buckets that clips may be stored in, the usual one first."""
+        named = (name.strip() for name in self.s3_output_buckets.split(","))
+        return tuple(dict.fromkeys([self.s3_bucket, *(name for name in named if name)]))
 
     @property
     def gpu_queue(self) -> str:

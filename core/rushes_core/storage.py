@@ -5,7 +5,8 @@
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rushes_core.errors import ObjectMissing, StorageError
 from rushes_core.settings import Settings
+from rushes_core.variants import VIDEO
 
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _CHUNK_BYTES = 256 * 1024
@@ -46,14 +48,35 @@ class StoredItem:
     modified: datetime
 
 
-def result_key(project: str, job_id: str, attempt: int, fence: int, name: str = "video.mp4") -> str:
+def result_key(
+    project: str, job_id: str, attempt: int, fence: int, name: str = VIDEO.filename, *, key_prefix: str = ""
+) -> str:
     """Key of an attempt's result. The fence makes it unique: two attempts can never write the same object."""
-    return f"{job_prefix(project, job_id)}{attempt}-{fence}/{name}"
+    return f"{job_prefix(project, job_id, key_prefix=key_prefix)}{attempt}-{fence}/{name}"
 
 
-def job_prefix(project: str, job_id: str) -> str:
-    """Prefix of everything that a job's attempts stored."""
-    return f"{RESULTS}{project}/{job_id}/"
+def job_prefix(project: str, job_id: str, *, key_prefix: str = "") -> str:
+    """Prefix of everything that a job's attempts stored.
+
+    Args:
+        key_prefix: what the client wants its keys to have before the job's id.
+    """
+    return "/".join([f"{RESULTS}{project}", *filter(None, key_prefix.split("/")), job_id, ""])
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a job's objects go, as its request has it."""
+
+    bucket: str | None
+    """None: the deployment's usual one."""
+    key_prefix: str
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> "Destination":
+        """That of a job with this `request`, as its row keeps it."""
+        output = request.get("output") or {}
+        return cls(output.get("bucket") or None, output.get("key_prefix") or "")
 
 
 class ObjectStore:
@@ -62,6 +85,20 @@ class ObjectStore:
     def __init__(self, settings: Settings) -> None:
         self.bucket = settings.s3_bucket
         self._settings = settings
+        self._clients = _Clients(settings)
+
+    def in_bucket(self, name: str | None) -> "ObjectStore":
+        """The same store's bucket of this name; None: this one."""
+        if name is None or name == self.bucket:
+            return self
+        other = copy(self)
+        other.bucket = name
+        return other
+
+    @property
+    def buckets(self) -> list["ObjectStore"]:
+        """Every bucket that clips may be stored in, this one first."""
+        return [self.in_bucket(name) for name in self._settings.output_buckets]
 
     def check(self) -> None:
         """Raise `StorageError` unless the bucket answers."""
@@ -184,12 +221,27 @@ class ObjectStore:
             return False
         return True
 
-    @cached_property
+    @property
     def _client(self) -> Any:
+        return self._clients.internal
+
+    @property
+    def _public_client(self) -> Any:
+        return self._clients.public
+
+
+class _Clients:
+    """Made when they are first needed: that takes a moment."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @cached_property
+    def internal(self) -> Any:
         return self._new_client(self._settings.s3_endpoint_url)
 
     @cached_property
-    def _public_client(self) -> Any:
+    def public(self) -> Any:
         return self._new_client(self._settings.s3_public_endpoint_url or self._settings.s3_endpoint_url)
 
     def _new_client(self, endpoint_url: str) -> Any:
