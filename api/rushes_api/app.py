@@ -18,6 +18,7 @@ from rushes_api import errors
 from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
 from rushes_api.deps import State
+from rushes_api.limits import RequestLimits
 from rushes_api.readiness import Readiness
 from rushes_api.routers import actions, content, events, health, models, videos
 from rushes_api.watch import watching
@@ -51,11 +52,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         store = ObjectStore(configured)
         engine = create_api_engine(configured)
         sessions = async_sessionmaker(engine, expire_on_commit=False)
+        request_limits = RequestLimits(configured)
         log.info("api_started", model=model.name)
         async with watching(configured, sessions) as watcher:
             yield State(
                 settings=configured,
                 keys=keys,
+                request_limits=request_limits,
                 model=model,
                 model_created=int((configured.checkpoint / CONTRACT_FILE).stat().st_mtime),
                 sessions=sessions,
@@ -64,6 +67,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
             )
+        await keys.close()
+        await request_limits.close()
         await engine.dispose()
         log.info("api_stopped")
 

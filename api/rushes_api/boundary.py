@@ -17,10 +17,14 @@ from rushes_api.once import OUTCOME_UNKNOWN
 
 log = get_logger(__name__)
 
+ANSWER_HEADERS = "rushes_answer_headers"
+"""Headers in a request's scope that its answer gets, whatever it is."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _EXPOSED = (
     "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Idempotent-Replayed, Retry-After, "
-    "openai-poll-after-ms, x-request-id, x-should-retry"
+    "openai-poll-after-ms, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    "x-request-id, x-should-retry"
 )
 _ALLOWED_HEADERS = (
     "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Range, X-Request-Id"
@@ -128,7 +132,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.started = True
             out = MutableHeaders(scope=message)
-            for name, value in self._headers.items():
+            for name, value in (self._headers | self._scope.get(ANSWER_HEADERS, {})).items():
                 if name == "Vary":
                     out.add_vary_header(value)
                 else:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypedDict, cast
 
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
-from rushes_core import jobs
+from rushes_core import jobs, keys
 from rushes_core.errors import JobDeleted, JobNotFound
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
@@ -16,7 +16,9 @@ from rushes_core.storage import ObjectStore
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from rushes_api.auth import ApiKeys, Caller
-from rushes_api.errors import ApiError
+from rushes_api.boundary import ANSWER_HEADERS
+from rushes_api.errors import ApiError, InsufficientScope
+from rushes_api.limits import RequestLimits
 from rushes_api.readiness import Readiness
 from rushes_api.watch import Watcher
 
@@ -26,6 +28,7 @@ class State(TypedDict):
 
     settings: Settings
     keys: ApiKeys
+    request_limits: RequestLimits
     model: ServedModel
     model_created: int
     sessions: async_sessionmaker[AsyncSession]
@@ -50,11 +53,44 @@ async def _app_state(request: Request) -> State:
     return _state(request)
 
 
+_CALLER = "rushes_caller"
+
+
+async def _any_caller(request: Request) -> Caller:
+    known: Caller | None = request.scope.get(_CALLER)
+    if known is not None:
+        return known
+    state = _state(request)
+    caller = await state["keys"].caller(request.headers.getlist("authorization"))
+    if caller.requests_per_minute is not None:
+        standing = await state["request_limits"].count(caller.api_key, per_minute=caller.requests_per_minute)
+        request.scope[ANSWER_HEADERS] = standing.headers
+        if standing.is_over:
+            raise standing.error()
+    request.scope[_CALLER] = caller
+    return caller
+
+
 async def _caller(request: Request) -> Caller:
-    return _state(request)["keys"].caller(request.headers.getlist("authorization"))
+    caller = await _any_caller(request)
+    return _with_scope(caller, keys.READ if request.method in ("GET", "HEAD") else keys.WRITE)
+
+
+async def _admin(request: Request) -> Caller:
+    return _with_scope(await _any_caller(request), keys.ADMIN)
+
+
+def _with_scope(caller: Caller, scope: str) -> Caller:
+    if scope not in caller.scopes:
+        raise InsufficientScope(scope)
+    return caller
 
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
+"""Who may read, where the request reads, or change videos, where it changes something."""
+AdminCaller = Annotated[Caller, Depends(_admin)]
+AnyCaller = Annotated[Caller, Depends(_any_caller)]
+"""Whoever has a key that works, whatever it may do."""
 
 
 async def _project(caller: CurrentCaller) -> str:

@@ -2,6 +2,7 @@
 
 ApiError                        status, code, message and headers of one answer
 ├── Unauthorized           401
+├── InsufficientScope      403
 ├── UnsupportedMedia       415
 ├── BodyTooLarge           413
 ├── NotReady               409  the clip does not exist yet
@@ -64,6 +65,14 @@ class Unauthorized(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"WWW-Authenticate": 'Bearer realm="rushes"'})
+
+
+class InsufficientScope(ApiError):
+    status = HTTPStatus.FORBIDDEN
+    code = "insufficient_scope"
+
+    def __init__(self, scope: str) -> None:
+        super().__init__(f"this API key lacks the scope {scope}")
 
 
 class UnsupportedMedia(ApiError):

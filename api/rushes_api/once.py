@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
 from rushes_core.log import get_logger
 from rushes_core.models import IdempotencyKey
-from rushes_core.request import VideoRequest, shown
+from rushes_core.request import shown
 from sqlalchemy import and_, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -75,7 +75,7 @@ class Call:
     """Sent again without a key it changes nothing more."""
 
 
-def fingerprint(wanted: VideoRequest | None = None, *, cancel_after: str | None = None) -> str:
+def fingerprint(wanted: BaseModel | None = None, *, cancel_after: str | None = None) -> str:
     """SHA-256 of a parsed request, the same for every kind of body that says the same."""
     fields: dict[str, Any] = {} if wanted is None else wanted.model_dump(exclude_none=True)
     # a form has no numbers

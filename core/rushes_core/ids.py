@@ -4,6 +4,7 @@ from ulid import ULID
 
 VIDEO_PREFIX = "video_"
 REQUEST_PREFIX = "req_"
+KEY_PREFIX = "key_"
 
 
 def new_video_id() -> str:
@@ -16,11 +17,25 @@ def new_request_id() -> str:
     return f"{REQUEST_PREFIX}{ULID()}"
 
 
+def new_key_id() -> str:
+    """An id for a new API key. It is no secret."""
+    return f"{KEY_PREFIX}{ULID()}"
+
+
 def is_video_id(value: str) -> bool:
     """Whether `value` is well formed as a job id; says nothing about its existence."""
-    if not value.startswith(VIDEO_PREFIX):
+    return _is_id(value, VIDEO_PREFIX)
+
+
+def is_key_id(value: str) -> bool:
+    """Whether `value` is well formed as the id of an API key; says nothing about its existence."""
+    return _is_id(value, KEY_PREFIX)
+
+
+def _is_id(value: str, prefix: str) -> bool:
+    if not value.startswith(prefix):
         return False
-    text = value.removeprefix(VIDEO_PREFIX)
+    text = value.removeprefix(prefix)
     try:
         return str(ULID.from_str(text)) == text
     except ValueError:
