@@ -1,0 +1,276 @@
+"""Following jobs for clients that wait: one task of the process asks for all of them at once.
+
+A client that waits holds a seat and no connection to the database. While the database is away it hears nothing; what
+happened meanwhile it hears afterwards.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from rushes_core import events
+from rushes_core.events import Glimpse, Step
+from rushes_core.log import get_logger
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from starlette.types import Receive
+
+from rushes_api.errors import ApiError, Unavailable
+from rushes_api.shutdown import on_termination
+
+log = get_logger(__name__)
+
+LOOK_SECONDS = 0.25
+"""How often the followed jobs are looked at."""
+_RETRY_AFTER_SECONDS = 5
+
+
+class Closing(Exception):
+    """The process is about to stop."""
+
+
+class Gone(Exception):
+    """The client has gone away."""
+
+
+class TooManyWaiting(ApiError):
+    """The caller's key has as many requests waiting as it may."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this API key has {limit} requests that wait for videos, which is the most it may have at once: "
+            "poll instead, or follow fewer",
+            headers={"Retry-After": str(_RETRY_AFTER_SECONDS)},
+        )
+
+
+class Crowded(Unavailable):
+    """This process has as many requests waiting as it takes."""
+
+    code = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__("Too many requests wait for videos at present. Poll instead, or try again later.")
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A job with its history, both of the same moment."""
+
+    job: Job
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What changed of a followed job."""
+
+    glimpse: Glimpse | None
+    """None: the row is gone."""
+    story: Story | None
+    """There if the job's state changed, or was retried or deleted; None where only its progress did."""
+
+
+class Seat:
+    """One request's place among those that wait. Follows at most one job."""
+
+    __slots__ = ("_pending", "_wake", "_watcher", "job_id", "seen")
+
+    def __init__(self, watcher: "Watcher") -> None:
+        self.job_id: str | None = None
+        self.seen: Glimpse | None = None
+        self._watcher = watcher
+        self._pending: Update | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    def follow(self, seen: Glimpse) -> None:
+        """Hear of everything about the job that differs from `seen`."""
+        self.job_id, self.seen = seen.id, seen
+        self._watcher.add(self)
+
+    async def next(self, gone: asyncio.Task[None], *, timeout_seconds: float) -> Update | None:
+        """The next change; None when there is none in this time. Changes that nobody waited for are told as one.
+
+        Raises:
+            Closing: the process is about to stop.
+            Gone: `gone` has ended.
+        """
+        if self._pending is None and not self._watcher.closing and not gone.done():
+            self._wake = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._wake, gone}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._wake = None
+        update, self._pending = self._pending, None
+        if gone.done():
+            raise Gone
+        # what came first is told first
+        if update is None and self._watcher.closing:
+            raise Closing
+        return update
+
+    def offer(self, update: Update) -> None:
+        """Tell this seat, if `update` is news to it."""
+        if update.glimpse == self.seen:
+            return
+        earlier = self._pending
+        # a later change of progress must not hide an earlier one of state
+        story = update.story or (earlier.story if earlier else None)
+        self._pending = Update(update.glimpse, story)
+        self.seen = update.glimpse
+        self.wake()
+
+    def wake(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class Watcher:
+    """Every seat of this process, and the one task that looks for all of them."""
+
+    def __init__(
+        self, sessions: async_sessionmaker[AsyncSession], *, max_waiting: int, max_waiting_per_key: int
+    ) -> None:
+        self.closing = False
+        self._sessions = sessions
+        self._max_waiting = max_waiting
+        self._max_waiting_per_key = max_waiting_per_key
+        self._taken: Counter[str] = Counter()
+        self._num_taken = 0
+        self._seats: dict[str, set[Seat]] = {}
+        self._anybody = asyncio.Event()
+        self._is_reachable = True
+
+    @contextmanager
+    def seat(self, api_key: str) -> Iterator[Seat]:
+        """A seat for a request of this key.
+
+        Raises:
+            TooManyWaiting, Crowded: there is none left.
+        """
+        if self._taken[api_key] >= self._max_waiting_per_key:
+            raise TooManyWaiting(self._max_waiting_per_key)
+        if self._num_taken >= self._max_waiting:
+            raise Crowded
+        seat = Seat(self)
+        self._taken[api_key] += 1
+        self._num_taken += 1
+        try:
+            yield seat
+        finally:
+            self._num_taken -= 1
+            self._taken[api_key] -= 1
+            if not self._taken[api_key]:
+                del self._taken[api_key]
+            self._remove(seat)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_taken
+
+    def add(self, seat: Seat) -> None:
+        assert seat.job_id is not None
+        self._seats.setdefault(seat.job_id, set()).add(seat)
+        self._anybody.set()
+
+    def close(self) -> None:
+        """Send everybody home: the process is about to stop."""
+        self.closing = True
+        for seat in self._everybody():
+            seat.wake()
+
+    async def run(self) -> None:
+        """Look for as long as anybody follows a job, until this task is cancelled."""
+        while True:
+            await self._anybody.wait()
+            await self._look_once()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def story(self, job_id: str, *, project: str) -> Story | None:
+        """The job with its history, deleted or not; None: the project has none with this id."""
+        async with self._sessions.begin() as session:
+            statement = events.stories([job_id]).where(Job.project == project)
+            row = (await session.execute(statement)).one_or_none()
+        return None if row is None else Story(row[0], Step.story(row[1]))
+
+    async def _look_once(self) -> None:
+        try:
+            await self._look()
+        except (SQLAlchemyError, OSError) as error:
+            if self._is_reachable:
+                log.warning("watch_failed", error=str(error).splitlines()[0])
+            self._is_reachable = False
+        except Exception:
+            log.exception("watch_failed")
+        else:
+            if not self._is_reachable:
+                log.info("watch_recovered")
+            self._is_reachable = True
+
+    async def _look(self) -> None:
+        followed = list(self._seats)
+        async with self._sessions.begin() as session:
+            rows = (await session.execute(events.glimpses(followed))).all()
+            found = {glimpse.id: glimpse for glimpse in (Glimpse(*row) for row in rows)}
+            stories = await self._stories(session, self._changed(found.values()))
+        for job_id in followed:
+            story = stories.get(job_id)
+            glimpse = found.get(job_id) if story is None else Glimpse.of(story.job)
+            for seat in self._seats.get(job_id, ()):
+                seat.offer(Update(glimpse, story))
+
+    def _changed(self, glimpses: Iterable[Glimpse]) -> list[str]:
+        """Of which of these jobs somebody has to hear more than progress."""
+        return [
+            glimpse.id
+            for glimpse in glimpses
+            if any(seat.seen and seat.seen.status != glimpse.status for seat in self._seats.get(glimpse.id, ()))
+        ]
+
+    async def _stories(self, session: AsyncSession, job_ids: list[str]) -> dict[str, Story]:
+        if not job_ids:
+            return {}
+        rows = (await session.execute(events.stories(job_ids))).all()
+        return {job.id: Story(job, Step.story(steps)) for job, steps in rows}
+
+    def _everybody(self) -> list[Seat]:
+        return [seat for seats in self._seats.values() for seat in seats]
+
+    def _remove(self, seat: Seat) -> None:
+        seats = self._seats.get(seat.job_id or "")
+        if seats is None:
+            return
+        seats.discard(seat)
+        if not seats:
+            del self._seats[seat.job_id or ""]
+        if not self._seats:
+            self._anybody.clear()
+
+
+@asynccontextmanager
+async def watching(settings: Settings, sessions: async_sessionmaker[AsyncSession]) -> AsyncGenerator[Watcher]:
+    """A watcher that looks until the end of the context, and sends everybody home when the process is asked to stop."""
+    watcher = Watcher(
+        sessions, max_waiting=settings.api_max_waiting, max_waiting_per_key=settings.api_max_waiting_per_key
+    )
+    look = asyncio.create_task(watcher.run())
+    try:
+        with on_termination(watcher.close):
+            yield watcher
+    finally:
+        watcher.close()
+        look.cancel()
+        # a driver that waits for a frozen server may not notice
+        await asyncio.wait({look}, timeout=1.0)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection. The body of the request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
