@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from rushes_core import jobs
+from rushes_core import backlog, holds
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -34,18 +34,25 @@ _STOP_SECONDS = 5.0
 
 
 class Dispatcher:
-    """Keeps hints in Redis; `run` repeats it."""
+    """Opens held jobs and keeps hints in Redis; `run` repeats both."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine: Engine = create_sync_engine(settings, pool_size=1)
+        self._engine: Engine = create_sync_engine(settings, pool_size=2)
         self._hints = HintQueue(settings)
         self._pool = settings.pool
 
     def hint(self) -> int:
         """Keep as many hints in Redis as jobs are ready, up to a bound; returns how many were sent."""
         with Session(self._engine) as session:
-            ready = session.execute(jobs.num_ready(pool=self._pool, limit=MAX_HINTS)).scalar_one()
+            ready = session.execute(backlog.num_ready(pool=self._pool, limit=MAX_HINTS)).scalar_one()
         return self._hints.top_up(ready) if ready else 0
+
+    def open_holds(self) -> None:
+        """Let held jobs of keys with room become claimable, and hold those that are too many after a limit changed."""
+        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            for key in connection.scalars(holds.keys_to_open()).all():
+                while connection.execute(holds.open_holds(key)).scalar_one() >= holds.CHANGED_AT_ONCE:
+                    pass
 
     def close(self) -> None:
         self._hints.close()
@@ -63,6 +70,7 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGINT, on_signal)
     dispatcher, sweeper = Dispatcher(settings), Sweeper(settings)
     repeated: list[tuple[str, float, Callable[[], object]]] = [
+        ("holds", settings.dispatch_seconds, dispatcher.open_holds),
         ("hint", settings.dispatch_seconds, dispatcher.hint),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),

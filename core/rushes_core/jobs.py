@@ -9,37 +9,28 @@ from datetime import timedelta
 from typing import Any, cast
 
 from sqlalchemy import (
-    Delete,
-    Integer,
     Select,
-    TextClause,
     Update,
     and_,
     case,
-    delete,
     exists,
     func,
     literal,
-    literal_column,
     or_,
     select,
     text,
-    true,
-    tuple_,
-    union_all,
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
-from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import CTE, TypedReturnsRows
+from sqlalchemy.sql.selectable import TypedReturnsRows
 
-from rushes_core.models import Job, JobAttempt, ProjectShare, Replica
+from rushes_core.holds import initial_hold
+from rushes_core.models import Job, JobAttempt, Replica
+from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
 
-SERVING_WINDOW = timedelta(minutes=1)
-"""A replica that has been silent for longer is not woken: it will look for work by itself when it is back."""
 RESTART_GRACE = timedelta(seconds=5)
 """How long after the database's start holders may still give back leases that ran out while it was down."""
 IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
@@ -49,8 +40,6 @@ MAX_CRASHED_REPLICAS = 2
 """Different replicas that a job may crash before it is quarantined."""
 CRASHED_ON_WAIT = timedelta(seconds=30)
 """How long a job that crashed a replica waits for another one before that one may take it again."""
-MAX_AHEAD = 10_000
-"""Where the count of jobs ahead in the queue stops."""
 
 
 def _in(seconds: float) -> ColumnElement[Any]:
@@ -62,15 +51,6 @@ def _update_jobs() -> Update:
     return update(Job).execution_options(synchronize_session=False, populate_existing=True)
 
 
-def _is(*states: JobState) -> ColumnElement[bool]:
-    # literals, not parameters: a prepared statement's generic plan could not use a partial index otherwise
-    return Job.state.in_([literal_column(f"'{state}'", Job.state.type) for state in states])
-
-
-_ONE = literal_column("1", Integer)
-_IS_QUEUED = Job.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
-_IS_CLAIMABLE = and_(_IS_QUEUED, Job.hold.is_(None))
-_IS_LEASED = _is(*LEASED_STATES)
 _IS_CANCELLED = Job.cancel_requested_at.is_not(None)
 _IS_LATE = func.coalesce(Job.deadline_at <= func.now(), False)
 _MUST_STOP = or_(_IS_CANCELLED, _IS_LATE)
@@ -78,7 +58,7 @@ _MUST_STOP = or_(_IS_CANCELLED, _IS_LATE)
 
 def _held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
     held_in = [state for state in sources(target) if state in LEASED_STATES]
-    return and_(Job.id == job_id, Job.fence == fence, _is(*held_in))
+    return and_(Job.id == job_id, Job.fence == fence, in_states(*held_in))
 
 
 _RELEASED = {"lease_owner": None, "lease_until": None}
@@ -86,7 +66,12 @@ _NO_PROGRESS = {"phase": None, "completed_steps": 0}
 
 
 def create(**values: Any) -> ReturningInsert[Job]:
-    """-> QUEUED. `values` are the columns that a request decides. No row: there is one with this id already."""
+    """-> QUEUED. `values` are the columns that a request decides. No row: there is one with this id already.
+
+    A row with a hold is to be followed by `holds.open_holds` in the same transaction.
+    """
+    if values.get("api_key") is not None:
+        values = {"hold": initial_hold(values["api_key"]), **values}
     statement = upsert(Job).values(state=JobState.QUEUED, **values)
     return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
 
@@ -96,6 +81,7 @@ _CANDIDATE = """
         SELECT oldest.*, share.clock FROM (
             SELECT project, clock FROM project_shares,
                 (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
+            WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
             ORDER BY greatest(virtual_time, clock), project
         ) AS share, LATERAL (
             SELECT id, project, priority, num_frames * width * height / 1e8::float AS cost FROM jobs
@@ -115,7 +101,7 @@ _CANDIDATE = """
         LIMIT 1
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
-    WHERE (
+    WHERE '*' <> ALL (ARRAY(SELECT project FROM queue_pauses)) AND (
         SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = urgency.priority
         ORDER BY project LIMIT 1
     ) IS NOT NULL
@@ -158,7 +144,8 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[J
     Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
     Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the cost
     of the job, and a project that comes back from idle starts at the time of those that were busy, without credit.
-    A job that crashed on this replica is left to others for a while, if there are others.
+    A job that crashed on this replica is left to others for a while, if there are others. Projects that are paused are
+    passed over.
 
     Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each
     job looked for in `ix_jobs_claimable`.
@@ -187,7 +174,7 @@ def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[b
     """Extend the lease. No row: it is lost. True: a cancel was asked for, or the deadline has passed."""
     return (
         _update_jobs()
-        .where(Job.id == job_id, Job.fence == fence, _IS_LEASED)
+        .where(Job.id == job_id, Job.fence == fence, IS_LEASED)
         .values(lease_until=_in(lease_seconds))
         .returning(_MUST_STOP)
     )
@@ -195,7 +182,7 @@ def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[b
 
 def watch(job_id: str, *, fence: int) -> Select[bool]:
     """Whether the attempt is to stop, as `renew` tells, without touching the row. No row: the lease is lost."""
-    return select(_MUST_STOP).where(Job.id == job_id, Job.fence == fence, _IS_LEASED)
+    return select(_MUST_STOP).where(Job.id == job_id, Job.fence == fence, IS_LEASED)
 
 
 def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> ReturningUpdate[bool]:
@@ -277,7 +264,7 @@ def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job
     error = literal(OUT_OF_MEMORY | {"stage": stage}, Job.error.type)
     return (
         _update_jobs()
-        .where(Job.id == job_id, Job.fence == fence, _is(JobState.RUNNING))
+        .where(Job.id == job_id, Job.fence == fence, in_states(JobState.RUNNING))
         .values(
             state=case((_IS_CANCELLED, _CANCELLED), (spent, _FAILED), else_=_QUEUED),
             low_memory=True,
@@ -316,7 +303,7 @@ def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[J
     """CLAIMED -> QUEUED for what `owner` holds and does not know of: the reply to its claim was lost."""
     return (
         _update_jobs()
-        .where(Job.lease_owner == owner, _IS_LEASED, _is(JobState.CLAIMED), Job.fence.not_in(fences))
+        .where(Job.lease_owner == owner, IS_LEASED, in_states(JobState.CLAIMED), Job.fence.not_in(fences))
         .values(**_given_back())
         .returning(Job)
     )
@@ -356,7 +343,7 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
     dead = (
         select(Job.id)
         .where(
-            _IS_LEASED,
+            IS_LEASED,
             Job.lease_until < func.now() - timedelta(seconds=1),
             or_(Job.lease_until > up_at, func.now() > up_at + RESTART_GRACE),
         )
@@ -375,7 +362,7 @@ def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
     """QUEUED -> EXPIRED for jobs that did not start before their deadline; CANCELLED if an attempt had started."""
     late = (
         select(Job.id)
-        .where(_IS_QUEUED, Job.deadline_at <= func.now())
+        .where(IS_QUEUED, Job.deadline_at <= func.now())
         .order_by(Job.deadline_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -416,14 +403,15 @@ def delete_job(job_id: str, *, project: str) -> ReturningUpdate[Job]:
 def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
     """FAILED, CANCELLED or EXPIRED -> QUEUED as a new generation, which starts from nothing.
 
-    It still waits for its `not_before`; a deadline that has passed is dropped. No row: there is no such job, or it is
-    in another state.
+    It still waits for its `not_before`; a deadline that has passed is dropped. A row with a hold is to be followed by
+    `holds.open_holds` in the same transaction. No row: there is no such job, or it is in another state.
     """
     return (
         _update_jobs()
-        .where(*_visible(job_id, project), _is(*RETRYABLE_STATES))
+        .where(*_visible(job_id, project), in_states(*RETRYABLE_STATES))
         .values(
             state=JobState.QUEUED,
+            hold=initial_hold(Job.api_key),
             generation=Job.generation + 1,
             attempt=0,
             crash_count=0,
@@ -452,29 +440,13 @@ def _visible(job_id: str, project: str) -> tuple[ColumnElement[bool], ...]:
 def _to_cancel() -> dict[str, Any]:
     return {
         "cancel_requested_at": case(
-            (_is(*FINAL_STATES), Job.cancel_requested_at), else_=func.coalesce(Job.cancel_requested_at, func.now())
+            (in_states(*FINAL_STATES), Job.cancel_requested_at),
+            else_=func.coalesce(Job.cancel_requested_at, func.now()),
         ),
-        "state": case((_IS_QUEUED, _CANCELLED), else_=Job.state),
-        "error": case((_IS_QUEUED, _BY_USER), else_=Job.error),
-        "finished_at": case((_IS_QUEUED, func.now()), else_=Job.finished_at),
+        "state": case((IS_QUEUED, _CANCELLED), else_=Job.state),
+        "error": case((IS_QUEUED, _BY_USER), else_=Job.error),
+        "finished_at": case((IS_QUEUED, func.now()), else_=Job.finished_at),
     }
-
-
-def lock_shares() -> TextClause:
-    """Keep everybody from writing shares, and so from accepting jobs, until the transaction ends."""
-    return text("LOCK TABLE project_shares IN SHARE ROW EXCLUSIVE MODE")
-
-
-def forget_idle_shares() -> Delete:
-    """Drop the shares of projects that have no queued job. After `lock_shares` in the same transaction.
-
-    The clock of the shares stays: the row that holds it is kept.
-    """
-    lanes = _lanes()
-    latest = select(func.max(ProjectShare.last_start)).scalar_subquery()
-    return delete(ProjectShare).where(
-        ProjectShare.project.not_in(select(lanes.c.project)), ProjectShare.last_start < latest
-    )
 
 
 def get(job_id: str, *, project: str) -> Select[Job]:
@@ -486,93 +458,6 @@ def listed(*, project: str, states: tuple[JobState, ...] | None = None) -> Selec
     """The jobs that a project sees, in no order."""
     statement = select(Job).where(Job.project == project, Job.deleted_at.is_(None))
     return statement if states is None else statement.where(Job.state.in_(states))
-
-
-def num_ahead(job: Job) -> Select[int]:
-    """About how many queued jobs are claimed before `job`, counted up to `MAX_AHEAD`.
-
-    All of a more urgent class, the older ones of its project, and of each other project as many as those.
-    """
-    ready = and_(_IS_CLAIMABLE, Job.model == job.model, Job.run_at <= func.now())
-    same_class = Job.priority == job.priority
-    older = or_(Job.run_at < job.run_at, and_(Job.run_at == job.run_at, Job.id < job.id))
-    urgent = select(_ONE).where(ready, Job.priority < job.priority).limit(MAX_AHEAD)
-    own = select(_ONE).where(ready, same_class, Job.project == job.project, older).limit(MAX_AHEAD)
-    num_own = select(func.count()).select_from(own.subquery()).scalar_subquery()
-    each = (
-        select(_ONE.label("one"))
-        .where(ready, same_class, Job.project == ProjectShare.project)
-        .limit(num_own)
-        .correlate(ProjectShare)
-        .lateral("each")
-    )
-    others = (
-        select(each.c.one)
-        .select_from(ProjectShare)
-        .join(each, true())
-        .where(ProjectShare.project != job.project)
-        .limit(MAX_AHEAD)
-    )
-    ahead = union_all(urgent, own, others).limit(MAX_AHEAD).subquery()
-    return select(func.count()).select_from(ahead)
-
-
-def num_ready(*, pool: str, limit: int) -> Select[int]:
-    """Jobs that a replica of the pool could claim now, counted up to `limit`."""
-    lanes = _lanes()
-    is_served = exists().where(
-        Replica.model == lanes.c.model,
-        Replica.pool == pool,
-        Replica.state.in_(("ready", "busy")),
-        Replica.last_seen > func.now() - SERVING_WINDOW,
-    )
-    one = (
-        select(_ONE.label("one"))
-        .where(
-            _in_lane(lanes),
-            Job.run_at <= func.now(),
-            Job.cancel_requested_at.is_(None),
-            or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
-        )
-        .limit(limit)
-        .correlate(lanes)
-        .lateral("ready_in_lane")
-    )
-    ready = select(one.c.one).select_from(lanes).join(one, true()).where(is_served).limit(limit).subquery()
-    return select(func.count()).select_from(ready)
-
-
-def _lanes() -> CTE:
-    """Every model, class and project with queued jobs: one probe of the index for each, however many jobs there are."""
-    first = (
-        select(Job.model, Job.priority, Job.project)
-        .where(_IS_CLAIMABLE)
-        .order_by(Job.model, Job.priority, Job.project)
-        .limit(_ONE)
-        .cte("lanes", recursive=True)
-    )
-    following = aliased(Job)
-    is_queued = following.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
-    lane = (following.model, following.priority, following.project)
-    after = (
-        select(*lane)
-        .where(
-            is_queued,
-            following.hold.is_(None),
-            tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project),
-        )
-        .order_by(*lane)
-        .limit(_ONE)
-        .correlate(first)
-        .lateral("after")
-    )
-    return first.union_all(select(after).select_from(first).join(after, true()))
-
-
-def _in_lane(lane: CTE) -> ColumnElement[bool]:
-    return and_(
-        _IS_CLAIMABLE, Job.model == lane.c.model, Job.priority == lane.c.priority, Job.project == lane.c.project
-    )
 
 
 def attempts(job_id: str) -> Select[JobAttempt]:
@@ -610,7 +495,7 @@ _BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
 
 def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -> dict[str, Any]:
     # a claimed job was not running: its worker's end says nothing about it
-    ran = _is(JobState.RUNNING)
+    ran = in_states(JobState.RUNNING)
     one_more = case((ran, 1), else_=0)
     spent = Job.attempt >= Job.max_attempts
     if crashed is False:

@@ -4,11 +4,12 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Select, Update, delete, func, select, text, tuple_, update
+from sqlalchemy import Delete, Select, TextClause, Update, delete, func, select, text, tuple_, update
 from sqlalchemy.sql.dml import ReturningDelete
 
+from rushes_core.backlog import lanes
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
-from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job
+from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, ProjectShare
 from rushes_core.states import FINAL_STATES, JobState
 
 
@@ -38,15 +39,29 @@ def mark_purged(job_id: str) -> Update:
 
 
 def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`."""
+    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`.
+
+    Jobs with a time of their own are left to `results_past_their_time`.
+    """
     return (
         select(Job)
         .where(
             text(RESULT_RETAINED),
             Job.finished_at < func.now() - timedelta(days=days),
+            Job.retain_until.is_(None),
             Job.id.not_in(skip),
         )
         .order_by(Job.finished_at)
+        .limit(limit)
+    )
+
+
+def results_past_their_time(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
+    """Completed jobs whose clips are still stored after `retain_until`, but for those in `skip`."""
+    return (
+        select(Job)
+        .where(text(RESULT_RETAINED), Job.retain_until <= func.now(), Job.id.not_in(skip))
+        .order_by(Job.retain_until)
         .limit(limit)
     )
 
@@ -72,3 +87,20 @@ def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:
         .with_for_update(skip_locked=True)
     )
     return delete(IdempotencyKey).where(tuple_(*columns).in_(old)).returning(IdempotencyKey.key)
+
+
+def lock_shares() -> TextClause:
+    """Keep everybody from writing shares, and so from accepting jobs, until the transaction ends."""
+    return text("LOCK TABLE project_shares IN SHARE ROW EXCLUSIVE MODE")
+
+
+def forget_idle_shares() -> Delete:
+    """Drop the shares of projects that have no claimable job. After `lock_shares` in the same transaction.
+
+    The clock of the shares stays: the row that holds it is kept.
+    """
+    busy = lanes()
+    latest = select(func.max(ProjectShare.last_start)).scalar_subquery()
+    return delete(ProjectShare).where(
+        ProjectShare.project.not_in(select(busy.c.project)), ProjectShare.last_start < latest
+    )

@@ -242,7 +242,13 @@ class Job(Base):
             postgresql_where=text("state = 'queued' AND hold IS NULL"),
         ),
         Index(
-            "ix_jobs_queued_by_key", "api_key", "priority", "run_at", "id", postgresql_where=text("state = 'queued'")
+            "ix_jobs_queued_by_key",
+            "api_key",
+            "hold",
+            "priority",
+            "run_at",
+            "id",
+            postgresql_where=text("state = 'queued'"),
         ),
         Index(
             "ix_jobs_leased",

@@ -136,6 +136,7 @@ class Sweeper:
         ]
 
     def _remove_outlived(self) -> None:
+        self._remove_objects(leftovers.results_past_their_time, leftovers.mark_result_removed, "result_outlived")
         if self._retention_days:
             outlived = partial(leftovers.outlived_results, days=self._retention_days)
             self._remove_objects(outlived, leftovers.mark_result_removed, "result_outlived")
@@ -177,7 +178,7 @@ class Sweeper:
             with self._engine.begin() as connection:
                 # everybody who accepts or claims a job waits behind this lock: better never than late
                 connection.execute(text("SET LOCAL lock_timeout = '100ms'"))
-                connection.execute(jobs.lock_shares())
-                connection.execute(jobs.forget_idle_shares())
+                connection.execute(leftovers.lock_shares())
+                connection.execute(leftovers.forget_idle_shares())
         except OperationalError as error:
             log.debug("shares_busy", error=str(error).splitlines()[0])

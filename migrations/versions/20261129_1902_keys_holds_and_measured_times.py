@@ -120,6 +120,78 @@ USAGE = """IF OLD.state = 'running' AND OLD.started_at IS NOT NULL THEN
     END IF;
     """
 
+# every statement in it sees what others have committed by then; that a key's open and leased jobs grow in number only
+# under the lock makes the last count good until the end of the transaction
+OPEN_HOLDS = """
+CREATE FUNCTION open_holds(key text) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    room bigint;
+    closed integer;
+    opened integer;
+BEGIN
+    PERFORM pg_advisory_xact_lock(738764375, hashtext(key));
+    SELECT max_running INTO room FROM api_keys WHERE id = key;
+    IF room IS NULL THEN
+        WITH held AS MATERIALIZED (
+            SELECT id FROM jobs WHERE state = 'queued' AND api_key = key AND hold = 'concurrency'
+            ORDER BY priority, run_at, id LIMIT 1000 FOR NO KEY UPDATE SKIP LOCKED
+        ), changed AS (
+            UPDATE jobs SET hold = NULL FROM held WHERE jobs.id = held.id RETURNING project
+        ), shares AS (
+            INSERT INTO project_shares (project) SELECT DISTINCT project FROM changed ON CONFLICT DO NOTHING
+        )
+        SELECT count(*) INTO opened FROM changed;
+        RETURN opened;
+    END IF;
+    room := greatest(
+        0, room - (SELECT count(*) FROM jobs WHERE state IN ('claimed', 'running') AND api_key = key)
+    );
+    WITH urgent AS MATERIALIZED (  -- places that held jobs of more urgent classes take from an open one
+        SELECT class, (
+            SELECT count(*) FROM (
+                SELECT FROM (VALUES (0), (1)) AS urgency (more_urgent), LATERAL (
+                    SELECT FROM jobs WHERE state = 'queued' AND api_key = key AND hold = 'concurrency'
+                        AND priority = more_urgent AND run_at <= now()
+                    LIMIT room
+                ) AS held WHERE more_urgent < class
+            ) AS counted
+        ) AS count FROM (VALUES (0), (1), (2)) AS classes (class)
+    ), open AS MATERIALIZED (
+        SELECT id, priority, row_number() OVER (ORDER BY priority, run_at, id) AS place FROM (
+            SELECT id, priority, run_at FROM jobs WHERE state = 'queued' AND api_key = key AND hold IS NULL
+            ORDER BY priority, run_at, id LIMIT room + 1000
+        ) AS first
+    ), surplus AS MATERIALIZED (
+        SELECT jobs.id FROM open JOIN urgent ON class = priority JOIN jobs ON jobs.id = open.id
+        WHERE place + count > room AND jobs.state = 'queued'
+        FOR NO KEY UPDATE OF jobs SKIP LOCKED
+    )
+    UPDATE jobs SET hold = 'concurrency' FROM surplus WHERE jobs.id = surplus.id AND jobs.state = 'queued';
+    GET DIAGNOSTICS closed = ROW_COUNT;
+    WITH free AS MATERIALIZED (
+        SELECT least(1000, greatest(0, max_running - (
+            SELECT count(*) FROM jobs WHERE state IN ('claimed', 'running') AND api_key = key
+        ) - (
+            SELECT count(*) FROM (
+                SELECT FROM jobs WHERE state = 'queued' AND api_key = key AND hold IS NULL LIMIT max_running
+            ) AS open
+        ))) AS places FROM api_keys WHERE id = key
+    ), held AS MATERIALIZED (
+        SELECT first.id FROM (VALUES (0), (1), (2)) AS urgency (class), LATERAL (
+            SELECT id, run_at FROM jobs WHERE state = 'queued' AND api_key = key AND hold = 'concurrency'
+                AND priority = class AND run_at <= now()
+            ORDER BY run_at, id LIMIT (SELECT places FROM free) FOR NO KEY UPDATE SKIP LOCKED
+        ) AS first ORDER BY class, run_at, id LIMIT (SELECT places FROM free)
+    ), changed AS (
+        UPDATE jobs SET hold = NULL FROM held WHERE jobs.id = held.id RETURNING project
+    ), shares AS (  -- the claim finds projects there
+        INSERT INTO project_shares (project) SELECT DISTINCT project FROM changed ON CONFLICT DO NOTHING
+    )
+    SELECT count(*) INTO opened FROM changed;
+    RETURN closed + opened;
+END $$;
+"""
+
 
 def upgrade() -> None:
     op.create_table(
@@ -197,6 +269,7 @@ def upgrade() -> None:
         op.add_column("jobs", sa.Column(name, type_, nullable=True))
     op.execute(GUARD.format(holds=HOLDS))
     op.execute(HISTORY.format(usage=USAGE))
+    op.execute(OPEN_HOLDS)
     op.create_check_constraint(
         op.f("ck_jobs_hold_only_while_queued"), "jobs", "hold IS NULL OR state = 'queued'", postgresql_not_valid=True
     )
@@ -209,13 +282,14 @@ def upgrade() -> None:
         "deleted_at IS NULL AND (request -> 'metadata') <> '{}'::jsonb",
         postgresql_using="gin",
     )
-    _build_index("ix_jobs_queued_by_key", ["api_key", "priority", "run_at", "id"], "state = 'queued'")
+    _build_index("ix_jobs_queued_by_key", ["api_key", "hold", "priority", "run_at", "id"], "state = 'queued'")
     _build_index("ix_jobs_retain_until", ["retain_until"], f"retain_until IS NOT NULL AND {RETAINED}")
     _build_index("ix_jobs_claimable", CLAIM_COLUMNS, "state = 'queued' AND hold IS NULL")
     _drop_index("ix_jobs_claim")
 
 
 def downgrade() -> None:
+    op.execute("DROP FUNCTION open_holds")
     _build_index("ix_jobs_claim", CLAIM_COLUMNS, "state = 'queued'")
     for name in ("claimable", "retain_until", "queued_by_key", "metadata", "project_state"):
         _drop_index(f"ix_jobs_{name}")

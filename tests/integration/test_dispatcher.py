@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis import Redis
-from rushes_core import jobs, replicas
+from rushes_core import backlog, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import Job, Replica
@@ -106,7 +106,7 @@ class TestHint:
 
 def test_claim_order_is_what_the_queue_position_says(rows: JobRows) -> None:
     first, second, urgent = rows.add(), rows.add(), rows.add(priority=0)
-    ahead = {job.id: rows.run(jobs.num_ahead(job)) for job in (first, second, urgent)}
+    ahead = {job.id: rows.run(backlog.num_ahead(job)) for job in (first, second, urgent)}
     assert ahead == {urgent.id: 0, first.id: 1, second.id: 2}
     assert rows.run(select(func.count()).select_from(Job)) == 3
 
@@ -115,4 +115,4 @@ def test_queue_position_counts_a_turn_of_every_other_project_for_each_own_job(ro
     for _ in range(5):
         rows.add(project="busy")
     mine = [rows.add(project="mine") for _ in range(3)]
-    assert [rows.run(jobs.num_ahead(job)) for job in mine] == [0, 2, 4]
+    assert [rows.run(backlog.num_ahead(job)) for job in mine] == [0, 2, 4]

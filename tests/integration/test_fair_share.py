@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from rushes_core import jobs, leftovers
+from rushes_core import backlog, holds, jobs, leftovers
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -109,15 +109,32 @@ class TestPlan:
         ("statement", "index"),
         [
             (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
-            (jobs.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
+            (backlog.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
             (jobs.expire(), "ix_jobs_deadline"),
             (leftovers.outlived_results(days=30), "ix_jobs_retained"),
+            (leftovers.results_past_their_time(), "ix_jobs_retain_until"),
+            (holds.keys_to_open(), "ix_jobs_queued_by_key"),
+            (backlog.overview(), "ix_jobs_queued_by_key"),
+            (backlog.overview("project-1"), "ix_jobs_claimable"),
             (leftovers.unpurged(), "ix_jobs_unpurged"),
-            (jobs.forget_idle_shares(), "ix_jobs_claimable"),
+            (leftovers.forget_idle_shares(), "ix_jobs_claimable"),
         ],
-        ids=["claim", "num_ready", "reap", "release_unknown", "expire", "outlived", "unpurged", "idle_shares"],
+        ids=[
+            "claim",
+            "num_ready",
+            "reap",
+            "release_unknown",
+            "expire",
+            "outlived",
+            "past_their_time",
+            "keys_to_open",
+            "overview",
+            "overview_of_a_project",
+            "unpurged",
+            "idle_shares",
+        ],
     )
     def test_uses_its_index(self, filled: Connection, statement: Any, index: str) -> None:
         nodes = list(scans(generic_plan(filled, statement)))

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, JobAttempt, JobEvent, OutboxEvent
+from rushes_core.predicates import IS_LEASED
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, TRANSITIONS, JobState
 from sqlalchemy import Engine, func, select, text, update
@@ -87,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         """A worker is silent for longer than its lease."""
         late = func.now() - text("interval '5 s'")
         with self.engine.begin() as connection:
-            connection.execute(update(Job).where(Job.id == self.ids[number], jobs._IS_LEASED).values(lease_until=late))
+            connection.execute(update(Job).where(Job.id == self.ids[number], IS_LEASED).values(lease_until=late))
             connection.execute(jobs.reap())
         assert self.rows.read(self.ids[number]).state not in LEASED_STATES
 

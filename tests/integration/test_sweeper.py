@@ -177,6 +177,21 @@ class TestRetention:
         sweeper.tidy()
         assert rows.read(job.id).result == job.result
 
+    def test_a_time_of_the_jobs_own_stands_instead_of_that_of_all(
+        self, settings: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        short, long, other = (completed(rows, store, tmp_path) for _ in range(3))
+        with rows.engine.begin() as connection:
+            for job, ended, until in ((short, 0 * DAY, -DAY), (long, 31 * DAY, DAY)):
+                times = {"finished_at": func.now() - ended, "retain_until": func.now() + until}
+                connection.execute(update(Job).where(Job.id == job.id).values(**times))
+        for days in (0, 30):
+            sweeper = Sweeper(settings.model_copy(update={"retention_days": days}))
+            sweeper.tidy()
+            sweeper.close()
+            stored = [store.head((job.result or {})["key"]) is not None for job in (short, long, other)]
+            assert stored == [False, True, True]
+
 
 class TestOrphans:
     def test_are_objects_that_no_row_and_no_lease_can_point_at(
