@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from rushes_api.app import create_app
 from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
@@ -19,6 +21,7 @@ from rushes_core.storage import ObjectStore, result_key
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 from support.stack import settings_env
+from support.waiting import wait_until
 
 API_KEY = "test-key-0123456789"
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
@@ -109,16 +112,19 @@ class JobDriver:
 
     def complete(self, job_id: str, data: bytes, tmp: Path, *, is_stored: bool = True) -> Job:
         """Run the job to its end with `data` for a clip; `is_stored` False: the object is lost afterwards."""
-        job = self.start(job_id)
+        return self.finish(self.start(job_id), data, tmp, is_stored=is_stored)
+
+    def finish(self, job: Job, data: bytes, tmp: Path, *, is_stored: bool = True) -> Job:
+        """Complete a running job as `complete` does."""
         key = result_key(job.project, job.id, job.attempt, self._fence(job))
         sha256 = hashlib.sha256(data).hexdigest()
         if is_stored:
-            path = tmp / f"{job_id}.mp4"
+            path = tmp / f"{job.id}.mp4"
             path.write_bytes(data)
             self.store.put_file(key, path, content_type="video/mp4", sha256=sha256)
         result = {"bucket": self.store.bucket, "key": key, "bytes": len(data), "sha256": sha256}
         with self._transaction() as session:
-            statement = jobs.complete(job_id, fence=self._fence(job), result=result, timings={"denoising": 1.5})
+            statement = jobs.complete(job.id, fence=self._fence(job), result=result, timings={"denoising": 1.5})
             return session.execute(statement).scalar_one()
 
     def fail(self, job_id: str, *, code: str, message: str) -> Job:
@@ -182,3 +188,31 @@ class ApiProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def end(self) -> None:
+        """Ask it to stop, as an operator would, and wait until it has."""
+        self._process.terminate()
+        self._process.wait(timeout=20)
+
+
+class ThreadedApi:
+    """The API on a socket of this process, for what a test has to change in it."""
+
+    def __init__(self, settings: Settings) -> None:
+        import uvicorn
+
+        self.app = create_app(settings)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, timeout_graceful_shutdown=5))
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
