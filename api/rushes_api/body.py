@@ -1,12 +1,12 @@
 """Request bodies: JSON and both kinds of form, through one strict door, to one plain dict."""
 
-import json
-import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from fastapi import Request
+from rushes_core import strict_json
 from rushes_core.request import printable, shown
+from rushes_core.strict_json import DuplicateKey, InvalidJson
 from starlette.requests import ClientDisconnect
 
 from rushes_api.errors import ApiError, BodyTooLarge, UnsupportedMedia
@@ -14,7 +14,7 @@ from rushes_api.form import InvalidForm, Value, assemble, parse_multipart, parse
 
 MAX_DEPTH = 16
 MAX_MEMBERS = 256
-MAX_NUMBER_CHARACTERS = 64
+"""Fields of a form, or members of all the objects of a JSON body together."""
 
 JSON = "application/json"
 MULTIPART = "multipart/form-data"
@@ -88,32 +88,22 @@ def parse_json_object(text: str) -> dict[str, Any]:
     value = parse_json(text)
     if not isinstance(value, dict):
         raise _invalid(f"the request body must be a JSON object, got {_json_type(value)}")
-    members = cast("dict[str, Any]", value)
-    if len(members) > MAX_MEMBERS:
-        raise _invalid(f"the request body has {len(members)} members, more than the {MAX_MEMBERS} that are read")
-    return members
+    return cast("dict[str, Any]", value)
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value in `text`: no duplicate keys, no NaN or Infinity, bounded numbers and nesting.
+    """The JSON value in `text`.
 
     Raises:
-        ApiError: it is not such a value.
+        ApiError: it is no JSON that is read.
     """
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_int=_integer,
-            parse_float=_number,
-        )
-    except RecursionError as error:
-        raise _too_deep() from error
-    except json.JSONDecodeError as error:
-        raise _invalid(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from error
-    _check_depth(value)
-    return value
+        return strict_json.parse_json(text, max_depth=MAX_DEPTH, max_members=MAX_MEMBERS)
+    except DuplicateKey as error:
+        name = printable(error.name)
+        raise ApiError(f"duplicate key: {name}", param=name, code="duplicate_parameter") from error
+    except InvalidJson as error:
+        raise _invalid(f"the request body {error}") from error
 
 
 def _decoded(body: bytes) -> str:
@@ -123,58 +113,6 @@ def _decoded(body: bytes) -> str:
         raise _invalid(
             f"the request body is not valid UTF-8: byte 0x{body[error.start]:02x} at {error.start}"
         ) from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ApiError(f"duplicate key: {printable(name)}", param=printable(name), code="duplicate_parameter")
-            seen.add(name)
-    return members
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _invalid(f"{name} is not a JSON number")
-
-
-def _integer(text: str) -> int:
-    _check_digits(text)
-    return int(text)
-
-
-def _number(text: str) -> float:
-    _check_digits(text)
-    value = float(text)
-    if not math.isfinite(value):
-        raise _invalid(f"{text} is too large a number")
-    return value
-
-
-def _check_digits(text: str) -> None:
-    if len(text) > MAX_NUMBER_CHARACTERS:
-        raise _invalid(f"a number of {len(text)} characters is longer than the {MAX_NUMBER_CHARACTERS} that are read")
-
-
-def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += cast("dict[str, Any]", item).values()
-            elif isinstance(item, list):
-                inner += cast("list[Any]", item)
-        if not inner:
-            return
-        level = inner
-    raise _too_deep()
-
-
-def _too_deep() -> ApiError:
-    return _invalid(f"the request body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _too_large(max_bytes: int, got: str) -> BodyTooLarge:

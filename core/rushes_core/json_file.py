@@ -1,13 +1,14 @@
-"""Reading the small JSON files of a checkpoint, strictly: one object, no duplicate keys, no NaN."""
+"""Reading the small JSON files of a checkpoint, strictly: each is one object."""
 
-import json
 from pathlib import Path
 from typing import cast
 
 from rushes_core.errors import CheckpointError
+from rushes_core.strict_json import InvalidJson, parse_json
 
 MAX_JSON_BYTES = 64 << 20
 """The largest file that is read: the tokenizer and the indexes of the released checkpoint stay below 16 MiB."""
+MAX_DEPTH = 64
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -36,21 +37,9 @@ def read_small_file(path: Path) -> bytes:
 def parse_json_object(data: bytes, source: Path | str) -> dict[str, object]:
     """As `read_json_object`, from bytes; `source` names them in errors."""
     try:
-        value: object = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not readable JSON: {error}") from error
+        value: object = parse_json(data, max_depth=MAX_DEPTH)
+    except InvalidJson as error:
+        raise CheckpointError(f"{source}: not readable JSON: it {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{source}: expected a JSON object, found {type(value).__name__}")
     return cast("dict[str, object]", value)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return value
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")

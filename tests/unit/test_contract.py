@@ -127,8 +127,8 @@ def test_all_faults_are_listed_together(tmp_path: Path) -> None:
     [
         ("{", "not readable JSON"),
         ("[]", "expected a JSON object, found list"),
-        ('{"task": "t2av", "task": "t2av"}', "'task' appears twice"),
-        ('{"vsa_sparsity": NaN}', "NaN is not a JSON number"),
+        ('{"task": "t2av", "task": "t2av"}', "the key 'task' more than once"),
+        ('{"vsa_sparsity": NaN}', "NaN, which is no JSON number"),
         ("[" * 100_000, "not readable JSON"),
         ("\udcff", "not readable JSON"),
     ],
