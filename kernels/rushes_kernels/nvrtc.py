@@ -45,6 +45,7 @@ class Module:
 
     Args:
         macros: definitions, `NAME=VALUE`.
+        prelude: a source that is put in front.
         one_generation: also allow instructions that only the device's own generation has.
         directory: where compiled kernels are kept, if not in the user's cache.
 
@@ -58,6 +59,7 @@ class Module:
         device: torch.device,
         *,
         macros: Sequence[str] = (),
+        prelude: Path | None = None,
         one_generation: bool = False,
         directory: Path | None = None,
     ) -> None:
@@ -69,6 +71,8 @@ class Module:
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._shared_memory: dict[str, int] = {}
         text = source.read_bytes()
+        if prelude is not None:
+            text = prelude.read_bytes() + b'#line 1 "' + source.name.encode() + b'"\n' + text
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
             binary = cached(
@@ -85,17 +89,18 @@ class Module:
         name: str,
         arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
         *,
-        blocks: int | tuple[int, int],
+        blocks: int | tuple[int, ...],
         threads: int,
         shared_memory: int = 0,
     ) -> None:
         """Queue one launch on the device's current stream."""
-        columns, rows = blocks if isinstance(blocks, tuple) else (blocks, 1)
+        grid = blocks if isinstance(blocks, tuple) else (blocks,)
+        grid += (1,) * (3 - len(grid))
         with torch.cuda.device(self._device):
             function = self._function(name, shared_memory)
             pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _call("cuLaunchKernel", function, columns, rows, 1, threads, 1, 1, shared_memory, stream, pointers, None)
+            _call("cuLaunchKernel", function, *grid, threads, 1, 1, shared_memory, stream, pointers, None)
 
     def _load(self, binary: bytes) -> bool:
         return _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary)) == 0

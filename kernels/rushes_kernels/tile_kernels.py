@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rushes_kernels.norm import HeadNorm
 from rushes_kernels.nvrtc import Module, pointer
 
 # as in the sources
@@ -20,6 +21,9 @@ THREADS, WARPS = 256, 8
 WORD_BYTES = 16
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COLUMNS = (1024, 2048, 4096)
+
+_HEADS_PER_BLOCK = 8
+"""Heads that a block of `pack_heads` takes one after the other, so that it reads the angles of its rows from near."""
 
 _SOURCES = Path(__file__).parent
 
@@ -53,6 +57,53 @@ def pack_tiles(x_SHD: Tensor, rows_nB: Tensor, sizes_n: Tensor) -> tuple[Tensor,
         threads=THREADS,
     )
     return packed_HnBD, means_HnD
+
+
+def takes_heads(q_SHD: Tensor, num_angles: int) -> bool:
+    """Whether `pack_heads` was written for heads of this dtype and width."""
+    if q_SHD.dtype not in TYPES:
+        return False
+    per_word = WORD_BYTES // q_SHD.element_size()
+    return q_SHD.shape[-1] in (16, 32, 64, 128) and num_angles % per_word == 0
+
+
+def pack_heads(
+    q_SHD: Tensor, k_SHD: Tensor, v_SHD: Tensor, norm: HeadNorm, rows_nB: Tensor, sizes_n: Tensor
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """`pack_tiles` of q, k and v, the former two normalised and rotated on the way.
+
+    Args:
+        q_SHD, k_SHD, v_SHD: (S, H, D) as projected, one dtype; the places of a tile are a multiple of 32.
+        norm: weights of the dtype of q, angles whose number fills whole words of 16 bytes.
+
+    Returns:
+        As `pack_tiles` for each of the three; the means are those of the rows as rounded.
+    """
+    S, H, D = q_SHD.shape
+    n, B = rows_nB.shape
+    _check_map(rows_nB, sizes_n)
+    sources = [_in_words(x) for x in (q_SHD, k_SHD, v_SHD)]
+    if len({x.stride() for x in sources}) > 1:
+        sources = [x.contiguous() for x in sources]
+    weights = [norm.q_weight_D.contiguous(), norm.k_weight_D.contiguous()]
+    assert B % 32 == 0
+    assert all(x.dtype == q_SHD.dtype for x in (*sources, *weights))
+    assert all(x.dtype == torch.float32 and x.is_contiguous() and len(x) == S for x in (norm.cos_SR, norm.sin_SR))
+    packed = [q_SHD.new_empty(H, n, B, D) for _ in sources]
+    means = [q_SHD.new_empty(H, n, D, dtype=torch.float32) for _ in sources]
+    per_word = WORD_BYTES // q_SHD.element_size()
+    _passes(q_SHD.dtype, q_SHD.device).launch(
+        "pack_heads",
+        [
+            *(pointer(x) for x in (*sources, *packed, *means, *weights, norm.cos_SR, norm.sin_SR, rows_nB, sizes_n)),
+            *(ctypes.c_int(x) for x in (H, _HEADS_PER_BLOCK, B, D // per_word, norm.cos_SR.shape[-1] // per_word)),
+            *_strides(sources[0]),
+            ctypes.c_float(norm.eps),
+        ],
+        blocks=(n, -(-H // _HEADS_PER_BLOCK), len(sources)),
+        threads=THREADS,
+    )
+    return tuple(zip(packed, means, strict=True))
 
 
 def unpack_tiles(
@@ -155,7 +206,7 @@ def _check_map(rows_nB: Tensor, sizes_n: Tensor) -> None:
 
 @cache
 def _passes(dtype: torch.dtype, device: torch.device) -> Module:
-    return Module(_SOURCES / "tile_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"])
+    return Module(_SOURCES / "tile_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], prelude=_SOURCES / "words.cuh")
 
 
 @cache

@@ -26,6 +26,8 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from rushes_kernels.block_sparse_attention import block_sparse_attention
+from rushes_kernels.norm import HeadNorm, rms_norm_rotate
+from rushes_kernels.plain import may_run_kernel
 from rushes_kernels.providers import Provider, choose_provider
 
 VIDEO_BOX = (4, 4, 4)
@@ -166,17 +168,19 @@ def video_sparse_attention(
     tiles: TileMap,
     *,
     sparsity: float,
+    norm: HeadNorm | None = None,
     provider: Provider | None = None,
 ) -> Tensor:
     """VSA-H3 over one packed sequence, in bounded memory: neither scores of rows nor all gathered keys are ever held.
 
     Args:
-        q_SHD, k_SHD: (S, H, D) bf16, fp16 or fp32, normalised and rotated, rows in packed order.
+        q_SHD, k_SHD: (S, H, D) bf16, fp16 or fp32, rows in packed order; normalised and rotated unless `norm` is given.
         v_SHD: (S, H, D), the same dtype.
         gate_SHD: (S, H, D), the same dtype, factor of the coarse branch as projected. None leaves that branch out,
             which equals a gate of zeros.
         tiles: the map of these S rows, on their device.
         sparsity: share of video tiles that a video tile does not attend to, in [0, 1).
+        norm: norm and rotation of q and k that are still due; rounded before anything else sees them.
         provider: what computes the fine branch; None takes what `choose_provider` says of these inputs.
 
     Returns:
@@ -198,7 +202,9 @@ def video_sparse_attention(
 
     k = num_selected_tiles(sparsity, tiles.num_video_tiles)
     if provider is not Provider.TORCH:
-        return _by_kernels(q_SHD, k_SHD, v_SHD, gate_SHD, tiles, k, provider)
+        return _by_kernels(q_SHD, k_SHD, v_SHD, gate_SHD, tiles, k, norm, provider)
+    if norm is not None:
+        q_SHD, k_SHD = _normed(q_SHD, k_SHD, norm)
 
     q_HSD, k_HSD, v_HSD = (x.transpose(0, 1).contiguous() for x in (q_SHD, k_SHD, v_SHD))
     q_HnBD, k_HnBD, v_HnBD = (x[:, tiles.rows_nB] for x in (q_HSD, k_HSD, v_HSD))
@@ -242,14 +248,19 @@ def _by_kernels(
     gate_SHD: Tensor | None,
     tiles: TileMap,
     k: int,
+    norm: HeadNorm | None,
     provider: Provider,
 ) -> Tensor:
     """The public op where block-sparse attention has a kernel."""
-    from rushes_kernels.tile_kernels import choose_tiles, pack_tiles, unpack_tiles
+    from rushes_kernels.tile_kernels import choose_tiles, pack_heads, pack_tiles, takes_heads, unpack_tiles
 
-    (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = (
-        pack_tiles(x, tiles.rows_nB, tiles.sizes_n) for x in (q_SHD, k_SHD, v_SHD)
-    )
+    if norm is not None and may_run_kernel("pack_heads", q_SHD) and takes_heads(q_SHD, norm.cos_SR.shape[-1]):
+        packed = pack_heads(q_SHD, k_SHD, v_SHD, norm, tiles.rows_nB, tiles.sizes_n)
+    else:
+        if norm is not None:
+            q_SHD, k_SHD = _normed(q_SHD, k_SHD, norm)
+        packed = tuple(pack_tiles(x, tiles.rows_nB, tiles.sizes_n) for x in (q_SHD, k_SHD, v_SHD))
+    (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = packed
     scale = q_SHD.shape[-1] ** -0.5
     scores_Hnn = torch.baddbmm(q_HnD.new_empty(1, 1, 1), q_HnD, k_HnD.transpose(1, 2), beta=0, alpha=scale)
     lists_HVk = choose_tiles(scores_Hnn, tiles.num_prefix_tiles, k)
@@ -265,6 +276,13 @@ def _by_kernels(
     )
     coarse_HnD = None if gate_SHD is None else scores_Hnn.softmax(-1) @ v_HnD
     return unpack_tiles(fine_HnBD, coarse_HnD, gate_SHD, tiles.rows_nB, tiles.sizes_n, tiles.num_rows)
+
+
+def _normed(q_SHD: Tensor, k_SHD: Tensor, norm: HeadNorm) -> tuple[Tensor, Tensor]:
+    return (
+        rms_norm_rotate(q_SHD, norm.q_weight_D, norm.cos_SR, norm.sin_SR, norm.eps),
+        rms_norm_rotate(k_SHD, norm.k_weight_D, norm.cos_SR, norm.sin_SR, norm.eps),
+    )
 
 
 def select_tiles(scores: Tensor, k: int) -> Tensor:

@@ -91,9 +91,9 @@ class TestAgainstDiffusers:
         modulation = Modulation(CONFIG, parameters, SCHEDULE)
         parallel = SequenceParallel.single()
         block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel)
-        runs = sequence.runs(slice(0, sequence.num_rows))
-        parts = [(run.rows, modulation.block(layer, step, run.modality)) for run in runs]
-        torch.testing.assert_close(block(states, parts, sequence), expected, **TOLERANCE)
+        due = block(states, None, modulation.block(layer, step), sequence.tags_S, sequence)
+        actual = states + due.rows_SC * due.gate_MC[tags]
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
 
     @pytest.mark.parametrize("clip", CLIPS, ids=str)
     def test_one_forward(self, oracle: torch.nn.Module, clip: Clip) -> None:
@@ -200,9 +200,9 @@ class TestModulation:
             for layer, block in enumerate(model.transformer_blocks):
                 expected = block.adaln_proj(embedding)
                 for modality, row in ((Modality.VIDEO, 0), (Modality.TEXT, 1), (Modality.AUDIO, 5)):
-                    for mine, theirs in zip(modulation.block(layer, step, modality), expected, strict=True):
+                    for mine, theirs in zip(modulation.block(layer, step), expected, strict=True):
                         assert mine.dtype == dtype
-                        torch.testing.assert_close(mine, theirs[row], atol=1e-6, rtol=1e-6)
+                        torch.testing.assert_close(mine[modality], theirs[row], atol=1e-6, rtol=1e-6)
 
     def test_projections_are_not_kept(self, oracle: torch.nn.Module) -> None:
         tensors = student_weights(oracle)

@@ -24,7 +24,7 @@ _TIME_OF = [0, 0, 1]
 
 
 class BlockVectors(NamedTuple):
-    """How one block modulates the rows of one modality in one step: (C,) each."""
+    """How one block modulates rows in one step, by their modality: (M, C) each."""
 
     attention_shift: Tensor
     attention_scale: Tensor
@@ -55,12 +55,12 @@ class Modulation:
         self.out_NM2C = _project(out, activated_N2E).unflatten(-1, (2, -1))[:, _TIME_OF]
         """(N, M, 2, C): shift and scale before the output heads."""
 
-    def block(self, layer: int, step: int, modality: Modality) -> BlockVectors:
-        return BlockVectors(*self.blocks_LNM6C[layer, step, modality].unbind(0))
+    def block(self, layer: int, step: int) -> BlockVectors:
+        return BlockVectors(*self.blocks_LNM6C[layer, step].unbind(1))
 
-    def out(self, step: int, modality: Modality) -> tuple[Tensor, ...]:
-        """Shift and scale before the output heads, each (C,)."""
-        return self.out_NM2C[step, modality].unbind(0)
+    def out(self, step: int) -> tuple[Tensor, ...]:
+        """Shift and scale before the output heads, each (M, C)."""
+        return self.out_NM2C[step].unbind(1)
 
 
 def time_embedding(

@@ -70,6 +70,8 @@ class PackedSequence:
     """(S, R) fp32."""
     sin_SR: Tensor
     """(S, R) fp32."""
+    tags_S: Tensor
+    """(S,) uint8: the modality of each row."""
     tiles: TileMap
 
     @classmethod
@@ -128,7 +130,10 @@ class PackedSequence:
         )
         cos_SR, sin_SR = rotary_table(positions_S3, config.rope_freq_dim, config.rope_theta)
         tiles = tile_map([segment.num_rows for segment in segments[:-1]], grid)
-        return cls(segments, positions_S3, cos_SR.to(device), sin_SR.to(device), tiles.to(device))
+        tags = [torch.full((segment.num_rows,), segment.modality, dtype=torch.uint8) for segment in segments]
+        return cls(
+            segments, positions_S3, cos_SR.to(device), sin_SR.to(device), torch.cat(tags).to(device), tiles.to(device)
+        )
 
     @property
     def num_rows(self) -> int:

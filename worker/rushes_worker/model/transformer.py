@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from rushes_core.log import get_logger
-from rushes_kernels.norm import rms_norm_modulate
+from rushes_kernels.norm import norm_rows_
 from rushes_kernels.nvrtc import KernelError
 from rushes_kernels.providers import Provider, choose_provider
 from rushes_kernels.video_sparse_attention import prepare_video_sparse_attention
@@ -129,18 +129,27 @@ class Transformer:
             head = self._inputs.get(run.modality)
             x_sC[run.rows] = rows if head is None else head(rows).to(x_sC.dtype)
 
+        due = None
+        tags_s = sequence.tags_S[own]
         for layer, block in enumerate(self._blocks):
-            parts = [(run.rows, self._modulation.block(layer, step, run.modality)) for run in runs]
-            x_sC = block(x_sC, parts, sequence)
+            due = block(x_sC, due, self._modulation.block(layer, step), tags_s, sequence)
+        shift_MC, scale_MC = self._modulation.out(step)
+        y_sC = norm_rows_(
+            x_sC,
+            self._norm_out,
+            self._config.final_norm_eps,
+            update=due,
+            scale_MC=scale_MC,
+            shift_MC=shift_MC,
+            tags_S=tags_s,
+        )
 
         widths = {modality: head.weight.shape[0] for modality, head in self._outputs.items()}
         velocity_sF = x_sC.new_zeros(len(x_sC), max(widths.values()), dtype=torch.float32)
         for run in runs:
             head = self._outputs.get(run.modality)
             if head is not None:
-                shift, scale = self._modulation.out(step, run.modality)
-                y = rms_norm_modulate(x_sC[run.rows], self._norm_out, scale, shift, self._config.final_norm_eps)
-                velocity_sF[run.rows, : widths[run.modality]] = head(y.float())
+                velocity_sF[run.rows, : widths[run.modality]] = head(y_sC[run.rows].float())
         velocity_SF = self._parallel.gather_rows(velocity_sF, sequence.num_rows)
         audio, video = (
             velocity_SF[sequence.rows_of(modality), : widths[modality]] for modality in (Modality.AUDIO, Modality.VIDEO)

@@ -3,7 +3,7 @@
 Shapes: C latent channels, T latent frames of the unit, Y x X latents of the canvas, t x y x x those of a tile (t = T);
 B tiles at a time, N = t*y*x + suffix tokens, H heads, D head dimension, M = H*D the width.
 
-x_BNM carries the residual in fp32; linear layers and attention run in the compute dtype.
+x_BNM carries the residual in fp32, x_SM as rows S = B*N; linear layers and attention run in the compute dtype.
 """
 
 import math
@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from rushes_kernels.norm import Update, norm_rotate_heads_, norm_rows_
+from rushes_kernels.swiglu import swiglu
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import VideoVaeConfig
@@ -103,11 +105,19 @@ class VideoVaeDecoder:
         B, _, t, y, x = latents_BCtyx.shape
         tokens = F.linear(rearrange(latents_BCtyx, "B C t y x -> B (t y x) C"), *self._proj_in)
         tokens = torch.cat([tokens, self._suffix.expand(B, -1, -1)], dim=1)  # (B, N, M)
+        due = None
         for block in self._blocks:
-            tokens = block(tokens, cos, sin)
-        tokens = tokens[:, : t * y * x]
-        tokens = F.layer_norm(tokens, tokens.shape[-1:], *self._norm_out, eps=self.config.decoder_norm_eps)
-        patches = F.linear(tokens.to(self.dtype), *self._proj_out).float()
+            due = block(tokens, due, cos, sin)
+        normed = norm_rows_(
+            tokens.flatten(0, 1),
+            self._norm_out.weight,
+            self.config.decoder_norm_eps,
+            update=due,
+            shift_MC=self._norm_out.bias[None],
+            centred=True,
+            dtype=self.dtype,
+        )
+        patches = F.linear(normed, *self._proj_out).unflatten(0, (B, -1))[:, : t * y * x].float()
         step = self.config.spatial_compression
         return rearrange(
             patches,
@@ -151,23 +161,28 @@ class _Block:
         self._ff_in = linear(f"{name}.ff.net.0.proj")
         self._ff_out = linear(f"{name}.ff.net.2")
 
-    def __call__(self, x_BNM: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, N, M) fp32 to the same."""
-        dtype = self._to_qkv.weight.dtype
-        y = F.rms_norm(x_BNM, x_BNM.shape[-1:], self._norm1, self._eps).to(dtype)
-        qkv = F.linear(y, *self._to_qkv)
-        q, k, v = rearrange(qkv, "B N (three H D) -> three B H N D", three=3, H=self._num_heads)
-        q, k = (
-            _rotate(F.rms_norm(head.float(), head.shape[-1:], eps=self._eps), cos, sin).to(dtype) for head in (q, k)
-        )
-        out = F.scaled_dot_product_attention(q, k, v)
-        out = F.linear(rearrange(out, "B H N D -> B N (H D)"), *self._to_out)
-        x_BNM = torch.addcmul(x_BNM, out.float(), self._scale1)
+    def __call__(self, x_BNM: Tensor, due: Update | None, cos: Tensor, sin: Tensor) -> Update:
+        """Update (B, N, M) fp32 in place, but for the last addition, which the next norm over it makes.
 
-        y = F.rms_norm(x_BNM, x_BNM.shape[-1:], self._norm2, self._eps).to(dtype)
-        value, gate = F.linear(y, *self._ff_in).chunk(2, dim=-1)
-        out = F.linear(value * F.silu(gate), *self._ff_out)
-        return torch.addcmul(x_BNM, out.float(), self._scale2)
+        Args:
+            due: what the block before left to be added.
+
+        Returns:
+            What is to be added to `x_BNM`, as rows.
+        """
+        B = len(x_BNM)
+        dtype = self._to_qkv.weight.dtype
+        x_SM = x_BNM.flatten(0, 1)
+        y_SM = norm_rows_(x_SM, self._norm1, self._eps, update=due, dtype=dtype)
+        qkv = F.linear(y_SM, *self._to_qkv)
+        qkv_BNhD = rearrange(qkv, "(B N) (h D) -> B N h D", B=B, h=3 * self._num_heads)
+        norm_rotate_heads_(qkv_BNhD, 2 * self._num_heads, cos, sin, self._eps)
+        q, k, v = rearrange(qkv_BNhD, "B N (three H) D -> three B H N D", three=3)
+        out = rearrange(F.scaled_dot_product_attention(q, k, v), "B H N D -> (B N) (H D)")
+        attended = Update(F.linear(out, *self._to_out), self._scale1[None])
+
+        y_SM = norm_rows_(x_SM, self._norm2, self._eps, update=attended, dtype=dtype)
+        return Update(F.linear(swiglu(F.linear(y_SM, *self._ff_in)), *self._ff_out), self._scale2[None])
 
 
 def _rotary_frequencies(config: VideoVaeConfig) -> Tensor:
@@ -180,10 +195,3 @@ def _rotary_frequencies(config: VideoVaeConfig) -> Tensor:
         )
     num_frequencies = num_rotary // 6
     return config.decoder_rope_theta ** (-torch.arange(num_frequencies, dtype=torch.float32) / num_frequencies)
-
-
-def _rotate(x_BHND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel j with j + n for the n angles of a token; later channels stay as they are."""
-    num_angles = cos.shape[-1]
-    first, second, rest = x_BHND.tensor_split((num_angles, 2 * num_angles), dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
