@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 
 from rushes_core import events
 from rushes_core.events import Glimpse, Step
@@ -21,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.types import Receive
 
 from rushes_api.errors import ApiError, Unavailable
+from rushes_api.limits import too_many
 from rushes_api.shutdown import on_termination
 
 log = get_logger(__name__)
@@ -36,29 +36,6 @@ class Closing(Exception):
 
 class Gone(Exception):
     """The client has gone away."""
-
-
-class TooManyWaiting(ApiError):
-    """The caller's key has as many requests waiting as it may."""
-
-    status = HTTPStatus.TOO_MANY_REQUESTS
-    code = "rate_limit_exceeded"
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"this API key has {limit} requests that wait for videos, which is the most it may have at once: "
-            "poll instead, or follow fewer",
-            headers={"Retry-After": str(_RETRY_AFTER_SECONDS)},
-        )
-
-
-class Crowded(Unavailable):
-    """This process has as many requests waiting as it takes."""
-
-    code = "overloaded"
-
-    def __init__(self) -> None:
-        super().__init__("Too many requests wait for videos at present. Poll instead, or try again later.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +129,11 @@ class Watcher:
         """A seat for a request of this key.
 
         Raises:
-            TooManyWaiting, Crowded: there is none left.
+            ApiError: there is none left, for this key or for anybody.
         """
-        if self._taken[api_key] >= self._max_waiting_per_key:
-            raise TooManyWaiting(self._max_waiting_per_key)
-        if self._num_taken >= self._max_waiting:
-            raise Crowded
+        refusal = self._refusal(api_key)
+        if refusal is not None:
+            raise refusal
         seat = Seat(self)
         self._taken[api_key] += 1
         self._num_taken += 1
@@ -169,6 +145,15 @@ class Watcher:
             if not self._taken[api_key]:
                 del self._taken[api_key]
             self._remove(seat)
+
+    @contextmanager
+    def maybe_seat(self, api_key: str) -> Iterator[Seat | None]:
+        """A seat for a request of this key; None when there is none left."""
+        if self._refusal(api_key) is not None:
+            yield None
+            return
+        with self.seat(api_key) as seat:
+            yield seat
 
     @property
     def num_waiting(self) -> int:
@@ -198,6 +183,20 @@ class Watcher:
             statement = events.stories([job_id]).where(Job.project == project)
             row = (await session.execute(statement)).one_or_none()
         return None if row is None else Story(row[0], Step.story(row[1]))
+
+    def _refusal(self, api_key: str) -> ApiError | None:
+        if self._taken[api_key] >= self._max_waiting_per_key:
+            return too_many(
+                f"{self._max_waiting_per_key} requests of this API key wait for videos, which is the most that may do "
+                "so at once: poll instead, or follow fewer",
+                code="rate_limit_exceeded",
+                retry_after=_RETRY_AFTER_SECONDS,
+            )
+        if self._num_taken >= self._max_waiting:
+            return Unavailable(
+                "Too many requests wait for videos at present. Poll instead, or try again later.", code="overloaded"
+            )
+        return None
 
     async def _look_once(self) -> None:
         try:
