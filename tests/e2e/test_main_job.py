@@ -10,7 +10,7 @@ from rushes_core.models import Job
 from rushes_core.states import JobState, Phase
 from rushes_worker.media.validate import validate_clip
 from support.service import NUM_FRAMES, REQUEST, Rendered, Service
-from support.worker import eventually
+from support.worker import eventually, keys_of
 
 STATUSES = ("queued", "in_progress", "completed")
 PHASES = tuple(Phase)
@@ -87,7 +87,9 @@ class TestOneJob:
     def test_clip_is_the_object_in_the_bucket(self, service: Service, reference: Rendered) -> None:
         result = service.jobs.get(reference.id).result
         assert result is not None
-        assert service.stored(reference.id) == {result["key"]: reference.data}
+        stored = service.stored(reference.id)
+        assert set(stored) == keys_of(service.jobs.get(reference.id))
+        assert stored[result["key"]] == reference.data
         output = reference.video["output"]
         assert output["sha256"] == result["sha256"] == hashlib.sha256(reference.data).hexdigest()
         assert output["bytes"] == result["bytes"] == len(reference.data)

@@ -281,6 +281,12 @@ def process_left(story: Story) -> None:
     story.left["processes"].append(4711)
 
 
+def other_bytes_of_a_variant(story: Story) -> None:
+    key = KEY.replace("video.mp4", "thumbnail.jpg")
+    story.objects[key] = (3, "bb")
+    story.job["result"] = story.job["result"] | {"variants": {"thumbnail": {"key": key, "bytes": 3, "sha256": "aa"}}}
+
+
 def object_of_nobody(story: Story) -> None:
     story.objects[f"results/default/{JOB}/3-9/video.mp4"] = (1, "cc")
 
@@ -327,6 +333,7 @@ def discontented_scenario(story: Story) -> None:
         (generation_that_stands_still, "I3", "other"),
         (lambda story: story.objects.clear(), "I4", "lost"),
         (other_bytes, "I4", "other"),
+        (other_bytes_of_a_variant, "I4", "other"),
         (key_of_another_fence, "I4", "stale result"),
         (started_after_cancel, "I5", "ran after cancel"),
         (started_although_cancel_was_asked_for, "I5", "ran after cancel"),

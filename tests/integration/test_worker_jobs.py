@@ -13,14 +13,20 @@ from rushes_core.states import FINAL_STATES, JobState
 from rushes_core.storage import ObjectStore, job_prefix
 from rushes_core.sweeper import Sweeper
 from support.processes import children, is_alive
-from support.stack import SharedStack, s3_client, settings_env
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, eventually, write_contract
+from support.stack import SharedStack, s3_client, settings_env, settings_of
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, Jobs, Worker, eventually, keys_of, write_contract
+
+OTHER_BUCKET = "other-clips"
 
 
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder = tmp_path_factory.mktemp("worker")
-    return stack.settings(
+    env = stack.env()
+    s3_client(env).create_bucket(Bucket=OTHER_BUCKET)
+    return settings_of(
+        env,
+        s3_output_buckets=OTHER_BUCKET,
         checkpoint=write_contract(folder / "checkpoint"),
         pipeline=SCRIPTED,
         scratch=folder / "scratch",
@@ -73,7 +79,7 @@ def test_job_becomes_completed_with_its_clip_in_the_bucket(worker: Worker, jobs:
     assert job.result is not None
     assert set(job.result) == {
         *("bucket", "key", "bytes", "sha256", "content_type", "num_frames", "width", "height", "fps"),
-        *("duration_seconds", "has_audio", "audio_sample_rate"),
+        *("duration_seconds", "has_audio", "audio_sample_rate", "variants", "warnings"),
     }
     assert (job.result["num_frames"], job.result["width"], job.result["height"]) == (NUM_FRAMES, SIZE, SIZE)
     stored = ObjectStore(settings).head(job.result["key"])
@@ -115,6 +121,66 @@ def test_broken_database_connections_cost_a_running_job_nothing(worker: Worker, 
         jobs.break_connections()
         time.sleep(0.3)
     assert jobs.wait_completed(job_id).attempt == 1
+
+
+class TestByProducts:
+    def test_are_stored_beside_the_clip_with_their_checksums(
+        self, worker: Worker, jobs: Jobs, settings: Settings
+    ) -> None:
+        job = jobs.wait_completed(jobs.add())
+        assert job.result is not None
+        assert job.result["warnings"] == []
+        variants = job.result["variants"]
+        assert set(variants) == {"thumbnail", "spritesheet", "audio"}
+        folder = job.result["key"].removesuffix("video.mp4")
+        assert set(stored_keys(settings, job)) == keys_of(job)
+        for variant in variants.values():
+            stored = ObjectStore(settings).head(variant["key"])
+            assert stored is not None
+            assert (stored.num_bytes, stored.sha256) == (variant["bytes"], variant["sha256"])
+            assert variant["key"].startswith(folder)
+        assert [variants[name]["content_type"] for name in ("thumbnail", "audio")] == ["image/jpeg", "audio/mp4"]
+        assert (variants["spritesheet"]["columns"], variants["spritesheet"]["tiles"]) == (5, 25)
+
+    def test_pictures_are_not_made_for_who_does_not_want_them(self, worker: Worker, jobs: Jobs) -> None:
+        job = jobs.wait_completed(jobs.add(request={"output": {"thumbnail": False}}))
+        assert job.result is not None
+        assert set(job.result["variants"]) == {"audio"}
+
+    def test_same_seed_gives_the_same_by_products(self, worker: Worker, jobs: Jobs) -> None:
+        first, second = (jobs.wait_completed(jobs.add(seed=11)).result for _ in range(2))
+        assert first is not None
+        assert second is not None
+        for name, variant in first["variants"].items():
+            assert variant["sha256"] == second["variants"][name]["sha256"]
+
+
+class TestDestination:
+    def test_keys_have_the_prefix_that_was_asked_for(self, worker: Worker, jobs: Jobs, settings: Settings) -> None:
+        job = jobs.wait_completed(jobs.add(request={"output": {"key_prefix": "acme/spring"}}))
+        prefix = f"results/default/acme/spring/{job.id}/1-{job.fence}/"
+        assert {key.removeprefix(prefix) for key in keys_of(job)} == {
+            *("video.mp4", "thumbnail.jpg", "spritesheet.jpg", "audio.m4a")
+        }
+        store = ObjectStore(settings)
+        assert all(store.head(key) for key in keys_of(job))
+
+    def test_a_bucket_of_the_list_takes_everything(self, worker: Worker, jobs: Jobs, settings: Settings) -> None:
+        job = jobs.wait_completed(jobs.add(request={"output": {"bucket": OTHER_BUCKET}}))
+        assert job.result is not None
+        assert job.result["bucket"] == OTHER_BUCKET
+        assert stored_keys(settings, job) == []
+        other = ObjectStore(settings).in_bucket(OTHER_BUCKET)
+        assert all(other.head(key) for key in keys_of(job))
+
+    def test_a_bucket_that_is_no_longer_on_the_list_is_refused(
+        self, worker: Worker, jobs: Jobs, settings: Settings
+    ) -> None:
+        job = jobs.wait_for(jobs.add(request={"output": {"bucket": "removed"}}), *FINAL_STATES)
+        assert job.state is JobState.FAILED
+        assert job.error is not None
+        assert job.error["code"] == "invalid_request"
+        assert "removed" in job.error["message"]
 
 
 class TestErrors:
@@ -256,8 +322,7 @@ class TestCancel:
         if job.state == JobState.CANCELLED:
             assert stored_keys(settings, job) == []
         else:
-            assert job.result is not None
-            assert stored_keys(settings, job) == [job.result["key"]]
+            assert set(stored_keys(settings, job)) == keys_of(job)
 
 
 def test_attempt_whose_lease_ran_out_changes_nothing(worker: Worker, jobs: Jobs, settings: Settings) -> None:
@@ -267,7 +332,7 @@ def test_attempt_whose_lease_ran_out_changes_nothing(worker: Worker, jobs: Jobs,
     job = jobs.wait_completed(job_id)
     assert job.attempt == 2
     assert job.result is not None
-    assert stored_keys(settings, job) == [job.result["key"]]
+    assert set(stored_keys(settings, job)) == keys_of(job)
     assert f"/2-{job.fence}/" in job.result["key"]
     assert worker.events("lease_lost")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rushes_core import jobs
+from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job, JobAttempt, JobEvent, Replica
@@ -60,6 +60,12 @@ def write_contract(path: Path) -> Path:
     return path
 
 
+def keys_of(job: Job) -> set[str]:
+    """Keys of everything that the result of a completed job points at."""
+    assert job.result is not None
+    return {job.result["key"], *(one["key"] for one in job.result["variants"].values())}
+
+
 def eventually(question: Callable[[], T | None], *, seconds: float = 60.0) -> T:
     """The first true answer to `question`; the test fails when there is none in `seconds`."""
     deadline = time.monotonic() + seconds
@@ -102,6 +108,15 @@ class Jobs:
 
     def delete(self, job_id: str) -> None:
         self._one(jobs.delete_job(job_id, project="default"))
+
+    def drain(self, replica_id: str) -> None:
+        """What an operator asks of one replica."""
+        with self._engine.begin() as connection:
+            assert connection.execute(replicas.request_drain(replica_id)).one_or_none() is not None
+
+    def resume(self, replica_id: str) -> None:
+        with self._engine.begin() as connection:
+            assert connection.execute(replicas.cancel_drain(replica_id)).one_or_none() is not None
 
     def reap(self) -> None:
         """What the dispatcher does about leases that ran out."""

@@ -27,7 +27,8 @@ from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, Rus
 from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.states import JobState, Phase
-from rushes_core.storage import ObjectStore, result_key
+from rushes_core.storage import Destination, ObjectStore, result_key
+from rushes_core.variants import AUDIO, BY_PRODUCTS, VIDEO
 from structlog.contextvars import bound_contextvars
 
 from rushes_worker.commands import (
@@ -49,11 +50,10 @@ from rushes_worker.lease import Lease
 from rushes_worker.ledger import Claim, Ledger, LedgerUnreachable
 from rushes_worker.media.errors import MediaError
 from rushes_worker.media.pool import MediaPool
-from rushes_worker.media.process import ClipSpec, MediaProcess
-from rushes_worker.media.validate import ClipFacts
+from rushes_worker.media.process import ClipSpec, MadeClip, MediaProcess
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.progress import Progress
-from rushes_worker.publication import CONTENT_TYPE, Publication, remove_attempt
+from rushes_worker.publication import Publication, Published, remove_attempt
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
 from rushes_worker.stopping import Stopping
@@ -167,7 +167,9 @@ class _Attempt:
         self._lease = lease
         self._directory = runner.scratch.path / f"attempt-{lease.fence}"
         self._path = self._directory / "video.mp4"
-        self._key = result_key(job.project, job.id, job.attempt, lease.fence)
+        destination = Destination.of(job.request)
+        self._store = runner.store.in_bucket(destination.bucket)
+        self._key = result_key(job.project, job.id, job.attempt, lease.fence, key_prefix=destination.key_prefix)
         self._progress = Progress(num_steps=runner.contract.num_forwards)
         self._phases = _PhaseClock(self._progress.phase)
         self._lent: MediaProcess | None = runner.media.lend()
@@ -244,7 +246,11 @@ class _Attempt:
         job = self._job
         try:
             self._progress.num_units = Clip(job.num_frames).num_units
-            self._media.start_clip(ClipSpec(self._path, job.width, job.height, job.num_frames))
+            if self._store.bucket not in [store.bucket for store in self._runner.store.buckets]:
+                raise InvalidRequest(f"output.bucket {self._store.bucket} may not be used any more")
+            self._media.start_clip(
+                ClipSpec(self._path, job.width, job.height, job.num_frames, by_products=_by_products_of(job))
+            )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         request = RenderRequest(
@@ -324,7 +330,7 @@ class _Attempt:
             return error
         return None
 
-    def _publish(self) -> ClipFacts:
+    def _publish(self) -> Published:
         """Have the clip finished, validated and stored.
 
         Raises:
@@ -332,10 +338,9 @@ class _Attempt:
             GenerationError: the clip breaks its contract.
             StorageError: the store took nothing for too long.
         """
-        runner = self._runner
         publication = Publication(
             self._media,
-            runner.store,
+            self._store,
             path=self._path,
             key=self._key,
             enter=self._enter,
@@ -351,8 +356,9 @@ class _Attempt:
                 raise Halted(why)
         return publication.result()
 
-    def _note_encoded(self, facts: ClipFacts) -> None:
-        self._runner.spool.weigh(self._lease.fence, facts.bytes)
+    def _note_encoded(self, made: MadeClip) -> None:
+        num_bytes = made.facts.bytes + sum(product.bytes for product in made.by_products)
+        self._runner.spool.weigh(self._lease.fence, num_bytes)
         self._return_media()
         self._runner.wake.poke()
 
@@ -364,15 +370,15 @@ class _Attempt:
             return Halt.LEASE_LOST
         return Halt.STOPPING if self._runner.stopping.grace_is_over else None
 
-    def _complete(self, facts: ClipFacts) -> None:
-        runner, lease = self._runner, self._lease
+    def _complete(self, published: Published) -> None:
+        runner, lease, facts = self._runner, self._lease, published.facts
         timings = self._phases.seconds()
         result = {
-            "bucket": runner.store.bucket,
+            "bucket": self._store.bucket,
             "key": self._key,
             "bytes": facts.bytes,
             "sha256": facts.sha256,
-            "content_type": CONTENT_TYPE,
+            "content_type": VIDEO.content_type,
             "num_frames": facts.num_frames,
             "width": facts.width,
             "height": facts.height,
@@ -380,11 +386,13 @@ class _Attempt:
             "duration_seconds": facts.duration_seconds,
             "has_audio": facts.has_audio,
             "audio_sample_rate": facts.audio_sample_rate,
+            "variants": published.variants,
+            "warnings": published.warnings,
         }
         if runner.ledger.complete(lease, result=result, timings=timings):
             log.info("job_completed", bytes=facts.bytes, **timings)
             return
-        remove_attempt(runner.store, self._key)
+        remove_attempt(self._store, self._key)
         self._halt(Halt.CANCELLED)
 
     def _halt(self, why: Halt) -> None:
@@ -433,6 +441,12 @@ class _Attempt:
 
     def _tick(self) -> float:
         return min(_TICK_SECONDS, self._runner.stopping.seconds_left)
+
+
+def _by_products_of(job: Job) -> tuple[str, ...]:
+    output = job.request.get("output") or {}
+    wanted = BY_PRODUCTS if output.get("thumbnail", True) else (AUDIO,)
+    return tuple(variant.name for variant in wanted)
 
 
 class RenderFailed(GenerationError):

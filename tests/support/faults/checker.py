@@ -184,6 +184,10 @@ def _completed_means_stored(view: View) -> Iterator[Violation]:
             yield Violation("I4", LOST, job_id, f"completed, and {result.get('key')} is not in the store")
         elif (found["bytes"], found["sha256"]) != (result["bytes"], result["sha256"]):
             yield Violation("I4", OTHER, job_id, f"{result['key']} holds other bytes than the row says")
+        for variant in result.get("variants", {}).values():
+            found = view.objects.get(variant["key"])
+            if found is None or (found["bytes"], found["sha256"]) != (variant["bytes"], variant["sha256"]):
+                yield Violation("I4", OTHER, job_id, f"{variant['key']} is not what the row says")
         if f"/{job['attempt']}-{job['fence']}/" not in result.get("key", ""):
             yield Violation("I4", STALE, job_id, f"{result.get('key')} is not of fence {job['fence']}")
 
@@ -323,7 +327,9 @@ def _nothing_is_left(view: View) -> Iterator[Violation]:
     for what in ("processes", "files", "uploads", "descriptors"):
         if left.get(what):
             yield Violation("I12", OTHER, None, f"left behind: {what} {left[what]}")
-    pointed = {(job["result"] or {}).get("key") for job in view.jobs.values() if not job.get("deleted_at")}
+    results = [job["result"] or {} for job in view.jobs.values() if not job.get("deleted_at")]
+    pointed = {result.get("key") for result in results}
+    pointed |= {variant["key"] for result in results for variant in result.get("variants", {}).values()}
     for key in view.objects.keys() - pointed:
         parts = key.split("/")
         if len(parts) != 5 or parts[0] != "results":

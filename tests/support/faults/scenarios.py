@@ -148,7 +148,7 @@ def kill_after_upload(cluster: Cluster) -> None:
     load = cluster.load(8)
     load.join()
     _reran(cluster, job_id, since=struck)
-    keys = _objects(cluster, job_id)
+    keys = _clips(cluster, job_id)
     cluster.expect("two objects, one of them published", len(keys) == 2, keys, job=job_id)
 
 
@@ -743,7 +743,8 @@ def _with_s3(cluster: Cluster, *, workers: int = 1) -> Any:
 
 
 def _is_put(request: Request) -> bool:
-    return request.method == "PUT" and "/results/" in request.target
+    """Whether a clip is stored by it."""
+    return request.method == "PUT" and "/results/" in request.target and "video.mp4" in request.target
 
 
 def _no_rerender(cluster: Cluster) -> None:
@@ -778,7 +779,7 @@ def s3_slow(cluster: Cluster) -> None:
     cluster.until(lambda: all(cluster.job(job)["state"] in FINAL for job in load.accepted), seconds=100)
     _no_rerender(cluster)
     for job_id in load.accepted:
-        keys = _objects(cluster, job_id)
+        keys = _clips(cluster, job_id)
         cluster.expect("one object a job", len(keys) == 1, keys, job=job_id)
     cluster.expect("both faults struck", not faults, faults)
 
@@ -792,7 +793,7 @@ def s3_reply_lost(cluster: Cluster) -> None:
     cluster.until(lambda: all(cluster.job(job)["state"] in FINAL for job in load.accepted), seconds=60)
     _no_rerender(cluster)
     for job_id in load.accepted:
-        keys = _objects(cluster, job_id)
+        keys = _clips(cluster, job_id)
         cluster.expect("one object a job", len(keys) == 1, keys, job=job_id)
     cluster.expect("replies were lost", proxy.strikes >= len(load.accepted), proxy.strikes)
 
@@ -933,11 +934,12 @@ def _at_once(calls: Sequence[Callable[[], object]]) -> None:
         thread.join()
 
 
-def _objects(cluster: Cluster, job_id: str) -> list[str]:
+def _clips(cluster: Cluster, job_id: str) -> list[str]:
     from support.stack import s3_client
 
     answer = s3_client(cluster.env).list_objects_v2(Bucket=cluster.env["RUSHES_S3_BUCKET"])
-    return [item["Key"] for item in answer.get("Contents", ()) if job_id in item["Key"]]
+    keys = [item["Key"] for item in answer.get("Contents", ())]
+    return [key for key in keys if job_id in key and key.endswith("video.mp4")]
 
 
 def _renders(cluster: Cluster) -> list[dict[str, Any]]:

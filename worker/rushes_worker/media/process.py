@@ -34,7 +34,7 @@ from rushes_worker.media.messages import (
     StartClip,
 )
 
-__all__ = ["ClipSpec", "MediaProcess"]
+__all__ = ["ClipSpec", "MadeClip", "MediaProcess"]
 
 ABORT_SECONDS = 10.0
 """How long an abort may take, one unit's encoding included, before the process is killed instead."""
