@@ -11,7 +11,7 @@ command -v uv >/dev/null || { echo "make lock needs uv: pip install uv" >&2; exi
 # uv prefers what an existing output pins
 rm -f requirements/cpu.lock
 uv pip compile --quiet pyproject.toml requirements/cpu.in \
-    --extra api --extra worker --extra local --extra dev \
+    --extra api --extra worker --extra webhooks --extra local --extra dev \
     --python-version 3.11 --find-links "$FIND_LINKS" \
     --generate-hashes --no-emit-find-links --no-emit-index-url --no-header \
     --output-file requirements/cpu.lock
