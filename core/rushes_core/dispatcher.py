@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from rushes_core import backlog, holds
+from rushes_core import backlog, holds, measured
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -54,6 +54,11 @@ class Dispatcher:
                 while connection.execute(holds.open_holds(key)).scalar_one() >= holds.CHANGED_AT_ONCE:
                     pass
 
+    def measure(self) -> None:
+        """Write what the phases of clips took lately."""
+        with self._engine.begin() as connection:
+            connection.execute(measured.measure())
+
     def close(self) -> None:
         self._hints.close()
         self._engine.dispose()
@@ -74,6 +79,7 @@ def run(settings: Settings) -> int:
         ("hint", settings.dispatch_seconds, dispatcher.hint),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
+        ("measure", measured.MEASURE_SECONDS, dispatcher.measure),
         ("tidy", TIDY_SECONDS, sweeper.tidy),
         ("purge_again", PURGE_AGAIN_SECONDS, sweeper.purge_again),
     ]

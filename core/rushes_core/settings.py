@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     api_max_body_bytes: Annotated[int, Field(ge=1_024)] = 1_048_576
     """Largest request body that is read."""
     api_max_waiting: PositiveInt = 1_000
-    """Requests of one API process that may wait for jobs at once: event streams, `Prefer: wait` and `/v1/videos/sync`."""
+    """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
     api_max_waiting_per_key: PositiveInt = 250
     """The same for one API key in one process."""
     sync_timeout_seconds: PositiveInt = 600

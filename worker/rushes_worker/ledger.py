@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rushes_core import jobs, replicas
+from rushes_core import jobs, measured, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import RushesError
 from rushes_core.log import get_logger
@@ -120,6 +120,16 @@ class Ledger:
             return self._execute(jobs.release(lease.job_id, fence=lease.fence)) is not None
         except UNREACHABLE:
             return False
+
+    def measured_phases(self, job: Job) -> dict[str, float] | None:
+        """Mean seconds per phase of the clips of this job's shape, if any was measured and the database answers."""
+        shape = measured.measured_shape(job.model, width=job.width, height=job.height, num_frames=job.num_frames)
+        try:
+            with Session(self._engine) as session, session.begin():
+                found = session.scalars(shape).one_or_none()
+                return None if found is None else found.phases
+        except UNREACHABLE:
+            return None
 
     def close(self) -> None:
         self._engine.dispose()

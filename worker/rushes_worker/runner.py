@@ -56,6 +56,7 @@ from rushes_worker.progress import Progress
 from rushes_worker.publication import Publication, Published, remove_attempt
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
+from rushes_worker.stage_times import StageTimes
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
@@ -115,6 +116,7 @@ class Runner:
         self.crashes = crashes
         self.stopping = stopping
         self.wake = wake
+        self.stage_times = StageTimes(ledger.measured_phases)
 
     def has_room(self, rendering: bool) -> bool:
         """Whether one more job may be claimed, beside the one on the ranks if there is one. Any thread may ask."""
@@ -170,7 +172,7 @@ class _Attempt:
         destination = Destination.of(job.request)
         self._store = runner.store.in_bucket(destination.bucket)
         self._key = result_key(job.project, job.id, job.attempt, lease.fence, key_prefix=destination.key_prefix)
-        self._progress = Progress(num_steps=runner.contract.num_forwards)
+        self._progress = Progress(num_steps=runner.contract.num_forwards, seconds=runner.stage_times.expected(job))
         self._phases = _PhaseClock(self._progress.phase)
         self._lent: MediaProcess | None = runner.media.lend()
         self._failure: Exception | None = None
@@ -390,6 +392,7 @@ class _Attempt:
             "warnings": published.warnings,
         }
         if runner.ledger.complete(lease, result=result, timings=timings):
+            runner.stage_times.note(self._job, timings)
             log.info("job_completed", bytes=facts.bytes, **timings)
             return
         remove_attempt(self._store, self._key)

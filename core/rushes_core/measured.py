@@ -1,0 +1,67 @@
+"""How long clips took lately, by shape, from the jobs that completed: what progress and forecasts are made of."""
+
+from sqlalchemy import Select, TextClause, select, text
+
+from rushes_core.models import RESULT_RETAINED, MeasuredTime
+
+MEASURE_SECONDS = 10.0
+"""How often `measure` is run."""
+_MAX_JOBS = 1_000
+"""Completed jobs that one pass looks at, the latest."""
+_MAX_JOBS_PER_SHAPE = 50
+"""More would keep the times of a slower deployment alive for long."""
+
+_MEASURE = text(f"""
+WITH last AS (
+    SELECT id, model, width, height, num_frames, timings, finished_at,
+        extract(epoch FROM finished_at - started_at)::float AS run
+    FROM jobs WHERE {RESULT_RETAINED} AND started_at IS NOT NULL
+    ORDER BY finished_at DESC LIMIT :max_jobs
+), counted AS MATERIALIZED (
+    SELECT * FROM (
+        SELECT *, row_number() OVER (PARTITION BY model, width, height, num_frames ORDER BY finished_at DESC) AS place
+        FROM last
+    ) AS placed WHERE place <= :max_jobs_per_shape
+), runs AS (
+    SELECT model, width, height, num_frames, count(*) AS num_jobs,
+        percentile_cont(0.5) WITHIN GROUP (ORDER BY run) AS run_p50,
+        percentile_cont(0.8) WITHIN GROUP (ORDER BY run) AS run_p80
+    FROM counted GROUP BY model, width, height, num_frames
+), phases AS (
+    SELECT model, width, height, num_frames, jsonb_object_agg(phase, round(seconds::numeric, 3)) AS phases
+    FROM (
+        SELECT model, width, height, num_frames, phase, avg(seconds::float) AS seconds
+        FROM counted, jsonb_each(timings) AS each (phase, seconds)
+        WHERE phase <> 'total' AND jsonb_typeof(seconds) = 'number'
+        GROUP BY model, width, height, num_frames, phase
+    ) AS mean GROUP BY model, width, height, num_frames
+)
+INSERT INTO measured_times AS known (model, width, height, num_frames, num_jobs, run_p50, run_p80, phases)
+SELECT model, width, height, num_frames, num_jobs, run_p50, run_p80, coalesce(phases, '{{}}')
+FROM runs LEFT JOIN phases USING (model, width, height, num_frames)
+ORDER BY model, width, height, num_frames  -- two dispatchers must not lock these rows in different orders
+ON CONFLICT (model, width, height, num_frames) DO UPDATE
+SET num_jobs = excluded.num_jobs, run_p50 = excluded.run_p50, run_p80 = excluded.run_p80, phases = excluded.phases,
+    updated_at = now()
+WHERE (known.num_jobs, known.run_p50, known.run_p80, known.phases)
+    IS DISTINCT FROM (excluded.num_jobs, excluded.run_p50, excluded.run_p80, excluded.phases)
+""")
+
+
+def measure() -> TextClause:
+    """Write what the last completed jobs took. A shape that none of them has keeps what was measured before."""
+    return _MEASURE.bindparams(max_jobs=_MAX_JOBS, max_jobs_per_shape=_MAX_JOBS_PER_SHAPE)
+
+
+def measured(model: str) -> Select[MeasuredTime]:
+    """Every shape of which clips were measured."""
+    return select(MeasuredTime).where(MeasuredTime.model == model)
+
+
+def measured_shape(model: str, *, width: int, height: int, num_frames: int) -> Select[MeasuredTime]:
+    return select(MeasuredTime).where(
+        MeasuredTime.model == model,
+        MeasuredTime.width == width,
+        MeasuredTime.height == height,
+        MeasuredTime.num_frames == num_frames,
+    )
