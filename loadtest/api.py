@@ -102,7 +102,7 @@ def running_api(workers: int) -> Iterator[Server]:
         began = time.monotonic()
         words = _rushes("api", "--port", str(port), "--workers", str(workers))
         child = stack.spawn("api", words, env=env, cwd=Path(directory))
-        _wait_until_up(port)
+        _wait_until_up(port, stack)
         took = time.monotonic() - began
         fields: dict[str, Any] = {name.removeprefix("RUSHES_").lower(): v for name, v in stack.settings_env.items()}
         engine = create_sync_engine(Settings(checkpoint=checkpoint, **fields))
@@ -115,13 +115,14 @@ def _rushes(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "rushes_cli", *arguments]
 
 
-def _wait_until_up(port: int) -> None:
+def _wait_until_up(port: int, stack: EmbeddedStack) -> None:
     until = time.monotonic() + 60
     while True:
         try:
             _ask(port, "/healthz")
             return
         except OSError:
+            stack.check_running()
             if time.monotonic() > until:
                 raise
             time.sleep(0.01)

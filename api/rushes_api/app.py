@@ -19,6 +19,8 @@ from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
 from rushes_api.deps import State
 from rushes_api.limits import RequestLimits
+from rushes_api.lookup import Lookup
+from rushes_api.pulse import beating
 from rushes_api.readiness import Readiness
 from rushes_api.routers import actions, content, events, health, models, videos
 from rushes_api.watch import watching
@@ -53,8 +55,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         engine = create_api_engine(configured)
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         request_limits = RequestLimits(configured)
+        lookup = Lookup(configured)
         log.info("api_started", model=model.name)
-        async with watching(configured, sessions) as watcher:
+        async with beating(configured) as pulse, watching(configured, sessions) as watcher:
             yield State(
                 settings=configured,
                 keys=keys,
@@ -62,11 +65,14 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 model=model,
                 model_created=int((configured.checkpoint / CONTRACT_FILE).stat().st_mtime),
                 sessions=sessions,
+                lookup=lookup,
+                pulse=pulse,
                 store=store,
                 store_limiter=CapacityLimiter(STORE_THREADS),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
             )
+        await lookup.close()
         await keys.close()
         await request_limits.close()
         await engine.dispose()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Iterable
 from http import HTTPStatus
 
@@ -12,14 +13,34 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from rushes_api.errors import ApiError, OutcomeUnknown, Unavailable, internal_error, render, to_api_error
+from rushes_api.errors import (
+    ApiError,
+    OutcomeUnknown,
+    Unavailable,
+    database_unavailable,
+    internal_error,
+    render,
+    to_api_error,
+)
 from rushes_api.once import OUTCOME_UNKNOWN
+from rushes_api.pulse import BEAT_SECONDS, Pulse
 
 log = get_logger(__name__)
 
 ANSWER_HEADERS = "rushes_answer_headers"
 """Headers in a request's scope that its answer gets, whatever it is."""
 
+ANSWER_WITHIN = "rushes_answer_within"
+"""Set in a request's scope by what may take longer than others: seconds, from the request's start."""
+PATIENCE_SECONDS = 1.75
+"""How long a request waits for a database that does not answer anybody."""
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32_768
+MAX_LOGGED_PATH = 200
+
+_WITHOUT_HEAD = ("/content", "/events")
+"""Ends of paths whose HEAD is not that of their GET without a body: one answers itself, the other never ends."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?", re.ASCII)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _EXPOSED = (
     "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Idempotent-Replayed, Retry-After, "
@@ -46,34 +67,68 @@ class Boundary:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        began = time.perf_counter()
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        method = scope["method"]
+        if method == "HEAD" and not scope["path"].endswith(_WITHOUT_HEAD):
+            # the server, which keeps its own scope, leaves the body out
+            scope = {**scope, "method": "GET"}
         scope["request_id"] = request_id
-        with bound_contextvars(request_id=request_id):
+        with bound_contextvars(request_id=request_id, **_trace(headers)):
             exchange = _Exchange(scope, send, {"x-request-id": request_id, **self._cors(headers)})
-            if _is_preflight(scope, headers) and self._allowed(headers):
-                await exchange.answer(_preflight(headers))
-            else:
-                await self._run(scope, receive, exchange)
+            try:
+                if (refusal := _too_many_headers(headers)) is not None:
+                    await exchange.refuse(refusal)
+                elif _is_preflight(scope, headers) and self._allowed(headers):
+                    await exchange.answer(_preflight(headers))
+                else:
+                    await self._run(scope, receive, exchange)
+            finally:
+                milliseconds = 1_000 * (time.perf_counter() - began)
+                path = scope["path"][:MAX_LOGGED_PATH]
+                log.info(
+                    "request_answered", method=method, path=path, status=exchange.status, ms=round(milliseconds, 2)
+                )
 
     async def _run(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         # a task of its own: a driver that waits for a frozen server may not react even to cancellation
         task = asyncio.create_task(self._guarded(scope, receive, exchange))
+        refusal: ApiError | None = None
         try:
-            await asyncio.wait({task}, timeout=self._answer_within)
-            if exchange.started or task.done():
+            await asyncio.wait({task}, timeout=min(PATIENCE_SECONDS, self._answer_within))
+            if not task.done():
+                refusal = await self._refusal(scope, exchange, task)
+            if refusal is None:
                 await task
                 return
         except asyncio.CancelledError:
             task.cancel()
             raise
-        log.warning("request_abandoned", method=scope["method"], seconds=self._answer_within)
+        log.warning("request_abandoned", method=scope["method"], code=refusal.code)
         exchange.closed_to_app = True
         task.cancel()
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
-        await exchange.refuse(OutcomeUnknown() if scope.get(OUTCOME_UNKNOWN) else _too_slow(exchange.waits_for_client))
+        await exchange.refuse(refusal)
+
+    async def _refusal(self, scope: Scope, exchange: "_Exchange", task: asyncio.Task[None]) -> ApiError | None:
+        """What to answer instead of a request that takes long; None once it is being answered."""
+        loop = asyncio.get_running_loop()
+        began = loop.time() - PATIENCE_SECONDS
+        pulse: Pulse | None = scope.get("state", {}).get("pulse")
+        while True:
+            if exchange.started or task.done():
+                return None
+            left = began + scope.get(ANSWER_WITHIN, self._answer_within) - loop.time()
+            is_silent = pulse is not None and pulse.is_silent and not exchange.waits_for_client
+            if left <= 0 or (is_silent and ANSWER_WITHIN not in scope):
+                break
+            await asyncio.wait({task}, timeout=min(left, BEAT_SECONDS))
+        if scope.get(OUTCOME_UNKNOWN):
+            return OutcomeUnknown()
+        return _too_slow(exchange.waits_for_client) if left <= 0 else database_unavailable()
 
     async def _guarded(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
@@ -107,6 +162,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, send: Send, headers: dict[str, str]) -> None:
         self.started = False
+        self.status = 0
         self.closed_to_app = False
         self.waits_for_client = False
         self._scope = scope
@@ -131,6 +187,7 @@ class _Exchange:
     async def _forward(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
+            self.status = message["status"]
             out = MutableHeaders(scope=message)
             for name, value in (self._headers | self._scope.get(ANSWER_HEADERS, {})).items():
                 if name == "Vary":
@@ -164,6 +221,25 @@ def _too_slow(is_client: bool) -> ApiError:
         # the rest of the body may still come
         headers={"Connection": "close"},
     )
+
+
+def _too_many_headers(headers: Headers) -> ApiError | None:
+    num_bytes = sum(len(name) + len(value) for name, value in headers.raw)
+    if len(headers.raw) <= MAX_HEADERS and num_bytes <= MAX_HEADER_BYTES:
+        return None
+    return ApiError(
+        f"the request has {len(headers.raw)} headers of {num_bytes} bytes, more than the {MAX_HEADERS} headers of "
+        f"{MAX_HEADER_BYTES} bytes that are read",
+        code="headers_too_large",
+        status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        headers={"Connection": "close"},
+    )
+
+
+def _trace(headers: Headers) -> dict[str, str]:
+    """The trace that the request belongs to, for the log, if it says one."""
+    found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return {} if found is None else {"trace_id": found[1]}
 
 
 async def _never() -> Message:

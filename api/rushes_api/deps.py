@@ -19,6 +19,8 @@ from rushes_api.auth import ApiKeys, Caller
 from rushes_api.boundary import ANSWER_HEADERS
 from rushes_api.errors import ApiError, InsufficientScope
 from rushes_api.limits import RequestLimits
+from rushes_api.lookup import Lookup
+from rushes_api.pulse import Pulse
 from rushes_api.readiness import Readiness
 from rushes_api.watch import Watcher
 
@@ -32,6 +34,8 @@ class State(TypedDict):
     model: ServedModel
     model_created: int
     sessions: async_sessionmaker[AsyncSession]
+    lookup: Lookup
+    pulse: Pulse
     store: ObjectStore
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""
@@ -128,11 +132,13 @@ def visible(job: Job | None, video_id: str) -> Job:
     return job
 
 
-async def _job(video_id: str, project: CurrentProject, session: Session) -> Job:
-    return await find_job(video_id, project=project, session=session)
+async def _job(video_id: str, project: CurrentProject, state: AppState) -> Job:
+    found = await state["lookup"].job(video_id) if is_video_id(video_id) else None
+    return visible(found if found is None or found.project == project else None, video_id)
 
 
-CurrentJob = Annotated[Job, Depends(_job, scope="function")]
+CurrentJob = Annotated[Job, Depends(_job)]
+"""The job in the path, as it is committed, without a session."""
 
 
 def no_such_video(video_id: str) -> JobNotFound:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+import psycopg
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
@@ -130,10 +131,21 @@ class OutcomeUnknown(Unavailable):
         self.headers["x-should-retry"] = "false"
 
 
+def database_unavailable() -> Unavailable:
+    """The answer while the database cannot be reached, or does not answer."""
+    return Unavailable("The database did not answer. Try again later.", code="database_unavailable")
+
+
+def _maintenance() -> Unavailable:
+    return Unavailable("The database schema is not up to date. Try again later.", code="maintenance")
+
+
 def is_database_gone(error: Exception) -> bool:
     """Whether `error` tells of a database that was not reached, or not to the end."""
     match error:
         case OperationalError() | InterfaceError() | PoolTimeout():
+            return True
+        case psycopg.OperationalError() | psycopg.InterfaceError():
             return True
         case DBAPIError():
             return error.connection_invalidated
@@ -162,10 +174,12 @@ def to_api_error(error: Exception) -> ApiError | None:
             )
         case StorageError():
             return Unavailable("The object store did not answer. Try again later.", code="storage_unavailable")
-        case ProgrammingError() if isinstance(error.orig, (UndefinedTable, UndefinedColumn, UndefinedFunction)):
-            return Unavailable("The database schema is not up to date. Try again later.", code="maintenance")
-        case DBAPIError() | PoolTimeout() if is_database_gone(error):
-            return Unavailable("The database did not answer. Try again later.", code="database_unavailable")
+        case ProgrammingError(orig=UndefinedTable() | UndefinedColumn() | UndefinedFunction()):
+            return _maintenance()
+        case UndefinedTable() | UndefinedColumn() | UndefinedFunction():
+            return _maintenance()
+        case _ if is_database_gone(error):
+            return database_unavailable()
         case RequestValidationError():
             return _invalid_parameters(error)
         case _:
@@ -258,7 +272,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return respond(request, _routing_error(request, error))
 
-    for kind in (RushesError, DBAPIError, PoolTimeout, RequestValidationError):
+    for kind in (RushesError, DBAPIError, psycopg.Error, PoolTimeout, RequestValidationError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http_error)
 

@@ -2,10 +2,11 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from rushes_core.settings import Settings
@@ -29,15 +30,22 @@ def create_sync_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
 
 
 def create_api_engine(settings: Settings, *, pool_size: int = 10) -> AsyncEngine:
-    """Engine of an API process. A request waits at most 5 seconds for a connection."""
+    """Engine of an API process. A request waits at most 1.5 seconds for a connection."""
     return create_async_engine(
         settings.database_url,
         pool_size=pool_size,
         max_overflow=10,
-        pool_timeout=5,
+        pool_timeout=1.5,
         pool_pre_ping=True,
         connect_args=_CONNECT_ARGS,
     )
+
+
+def connect_arguments(settings: Settings) -> dict[str, Any]:
+    """What the driver alone needs for a connection like those of the engines."""
+    url = make_url(settings.database_url)
+    _, arguments = url.get_dialect()().create_connect_args(url)
+    return {**arguments, **_CONNECT_ARGS}
 
 
 def migrate(settings: Settings, revision: str = "head") -> None:

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
-from rushes_core import backlog, jobs
+from rushes_core import jobs
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
 from rushes_core.states import JobState, states_with_status
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, admission
+from rushes_api.answer import answer
 from rushes_api.deps import (
     AppState,
     CurrentCaller,
@@ -64,28 +65,26 @@ async def create_video(
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
 
 
-@router.get("")
+@router.get("", response_model=VideoList)
 async def list_videos(
     project: CurrentProject,
     parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "status"))],
     session: Session,
     view: CurrentView,
-) -> VideoList:
+) -> Response:
     wanted = wanted_page(parameters, key_of=_video_id, what="a video")
     statement = jobs.listed(project=project, states=_states(parameters.get("status")))
     rows = (await session.execute(wanted.rows(statement, Job.id))).scalars().all()
-    return VideoList.of(rows, view.video, limit=wanted.limit)
+    return answer(VideoList.of(rows, view.video, limit=wanted.limit))
 
 
-@router.get("/{video_id}")
-async def get_video(
-    job: CurrentJob, parameters: NoQuery, response: Response, session: Session, view: CurrentView
-) -> Video:
-    num_ahead = await _num_ahead(job, session)
+@router.get("/{video_id}", response_model=Video)
+async def get_video(job: CurrentJob, parameters: NoQuery, state: AppState, view: CurrentView) -> Response:
+    waits = job.state is JobState.QUEUED and not is_held(job)
+    num_ahead = await state["lookup"].num_ahead(job) if waits else None
     poll_after = poll_after_ms(job, num_ahead)
-    if poll_after is not None:
-        response.headers["openai-poll-after-ms"] = str(poll_after)
-    return view.video(job, num_ahead=num_ahead)
+    headers = {} if poll_after is None else {"openai-poll-after-ms": str(poll_after)}
+    return answer(view.video(job, num_ahead=num_ahead), headers=headers)
 
 
 @router.delete("/{video_id}", response_model=VideoDeleted)
@@ -102,12 +101,6 @@ async def delete_video(
 
     call = Call(caller, f"DELETE /v1/videos/{video_id}", None, fingerprint(), is_harmless=True)
     return await take_effect(call, delete, request=request, sessions=state["sessions"])
-
-
-async def _num_ahead(job: Job, session: AsyncSession) -> int | None:
-    if job.state is not JobState.QUEUED or is_held(job):
-        return None
-    return (await session.execute(backlog.num_ahead(job))).scalar_one()
 
 
 def _video_id(text: str) -> str | None:

@@ -1,0 +1,246 @@
+"""Reading single jobs, which is most of what clients ask for: the questions of one moment become one statement.
+
+Nothing here opens a transaction, or holds a connection that another request would need.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import psycopg
+from psycopg.rows import tuple_row
+from rushes_core import backlog
+from rushes_core.database import connect_arguments
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from sqlalchemy.dialects.postgresql.psycopg import dialect as PsycopgDialect
+from sqlalchemy.orm import class_mapper
+
+from rushes_api.errors import database_unavailable
+
+WAIT_SECONDS = 1.5
+"""How long a question may go unanswered."""
+
+_Row = tuple[Any, ...]
+_Question = TypeVar("_Question")
+_Answer = TypeVar("_Answer")
+
+
+class Lookup:
+    """Jobs by id, and their places in the queue, for every request of this process."""
+
+    MAX_KEPT_PLACES = 20_000
+    SECONDS_KEPT_PER_JOB_AHEAD = 0.02
+    MAX_SECONDS_KEPT = 10.0
+
+    def __init__(self, settings: Settings) -> None:
+        self._jobs = _Batches(settings, _find_jobs, lines=2)
+        self._places = _Batches(settings, _count_ahead, lines=1)
+        self._kept: dict[_Place, tuple[int, float]] = {}
+
+    async def job(self, job_id: str) -> Job | None:
+        """The job with this id, of whatever project, deleted or not.
+
+        Raises:
+            Unavailable, psycopg.Error: the database did not answer, in time or at all.
+        """
+        row = await self._jobs.ask(job_id)
+        return None if row is None else _job_of(row)
+
+    async def num_ahead(self, job: Job) -> int:
+        """About how many jobs are claimed before `job`, which waits. Far back it is counted less often: nobody sees
+        one step of thousands.
+
+        Raises:
+            Unavailable, psycopg.Error: the database did not answer, in time or at all.
+        """
+        place = _Place(job.id, job.model, job.project, job.priority, job.run_at, job.api_key, job.hold)
+        now = asyncio.get_running_loop().time()
+        counted, kept_until = self._kept.get(place, (0, now))
+        if now < kept_until:
+            return counted
+        counted = await self._places.ask(place) or 0
+        if len(self._kept) >= self.MAX_KEPT_PLACES:
+            self._kept.clear()
+        seconds = min(self.MAX_SECONDS_KEPT, counted * self.SECONDS_KEPT_PER_JOB_AHEAD)
+        self._kept[place] = counted, now + seconds
+        return counted
+
+    async def close(self) -> None:
+        await self._jobs.close()
+        await self._places.close()
+
+
+class _Line:
+    """A connection that is made when it is needed, and again when it was lost."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._arguments = connect_arguments(settings)
+        self._connection: psycopg.AsyncConnection[_Row] | None = None
+
+    async def fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[_Row]]:
+        """The rows of `query` for each of `values`. A connection that turns out to be dead is replaced once."""
+        is_old = self._connection is not None
+        try:
+            return await self._fetch(query, values)
+        except psycopg.OperationalError:
+            await self.close()
+            if not is_old:
+                raise
+        return await self._fetch(query, values)
+
+    async def _fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[_Row]]:
+        if self._connection is None:
+            self._connection = await psycopg.AsyncConnection.connect(
+                **self._arguments, autocommit=True, row_factory=tuple_row
+            )
+        statement = query.encode()
+        if len(values) == 1:
+            cursor = await self._connection.execute(statement, values[0], prepare=True, binary=True)
+            return [await cursor.fetchall()]
+        async with self._connection.pipeline():
+            cursors = [await self._connection.execute(statement, each, prepare=True, binary=True) for each in values]
+            return [await cursor.fetchall() for cursor in cursors]
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+class _Batches(Generic[_Question, _Answer]):
+    """Asks what several requests want to know together. While every line is taken, questions gather for the next."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        find: Callable[[_Line, list[_Question]], Awaitable[dict[_Question, _Answer]]],
+        *,
+        lines: int,
+    ) -> None:
+        self._find = find
+        self._lines = [_Line(settings) for _ in range(lines)]
+        self._free = list(self._lines)
+        self._asked: dict[_Question, list[asyncio.Future[_Answer | None]]] = {}
+        self._is_due = False
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def ask(self, question: _Question) -> _Answer | None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Answer | None] = loop.create_future()
+        self._asked.setdefault(question, []).append(answer)
+        if not self._is_due and self._free:
+            self._is_due = True
+            # what else is asked in this turn of the loop goes along
+            loop.call_soon(self._start)
+        timer = loop.call_later(WAIT_SECONDS, _give_up, answer)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            self._withdraw(question, answer)
+
+    def _withdraw(self, question: _Question, answer: "asyncio.Future[_Answer | None]") -> None:
+        """Have nobody ask for what nobody waits for any more."""
+        answers = self._asked.get(question)
+        if answers is not None and answer in answers:
+            answers.remove(answer)
+            if not answers:
+                del self._asked[question]
+
+    def _start(self) -> None:
+        self._is_due = False
+        if self._asked and self._free:
+            asked, self._asked = self._asked, {}
+            task = asyncio.create_task(self._answer(self._free.pop(), asked))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+
+    async def _answer(self, line: _Line, asked: dict[_Question, list["asyncio.Future[_Answer | None]"]]) -> None:
+        waiting = [(question, answer) for question, answers in asked.items() for answer in answers]
+        try:
+            found = await self._find(line, list(asked))
+        except Exception as error:
+            for _, answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+        else:
+            for question, answer in waiting:
+                if not answer.done():
+                    answer.set_result(found.get(question))
+        finally:
+            self._free.append(line)
+            self._start()
+
+    async def close(self) -> None:
+        for task in self._under_way:
+            task.cancel()
+        for line in self._lines:
+            await line.close()
+
+
+def _give_up(answer: "asyncio.Future[Any]") -> None:
+    if not answer.done():
+        answer.set_exception(database_unavailable())
+
+
+_NAMES = tuple(column.key for column in class_mapper(Job).column_attrs)
+_FIND = f"SELECT {', '.join(_NAMES)} FROM jobs WHERE id = ANY(%s)"
+
+
+async def _find_jobs(line: _Line, job_ids: list[str]) -> dict[str, _Row]:
+    (rows,) = await line.fetch(_FIND, [(job_ids,)])
+    at = _NAMES.index("id")
+    return {row[at]: row for row in rows}
+
+
+def _job_of(row: _Row) -> Job:
+    """The row as an object that belongs to no session, made without the cost of its constructor."""
+    job = class_mapper(Job).class_manager.new_instance()
+    values = dict(zip(_NAMES, row, strict=True))
+    vars(job).update(values | {"state": JobState(values["state"])})
+    return job
+
+
+class _Place(NamedTuple):
+    """What decides where a job stands: all that `backlog.num_ahead` reads of it."""
+
+    id: str
+    model: str
+    project: str
+    priority: int
+    run_at: datetime
+    api_key: str | None
+    hold: str | None
+
+
+_PROBE = _Place("<id>", "<model>", "<project>", -1, datetime(1, 1, 1, tzinfo=UTC), "<api_key>", "<hold>")
+
+
+def _compile_num_ahead(*, is_held: bool) -> tuple[str, dict[str, object], dict[str, str]]:
+    """`backlog.num_ahead` as text, its constant parameters, and which others take which member of a place.
+
+    To build the statement takes longer than to run it.
+    """
+    probe = _PROBE if is_held else _PROBE._replace(hold=None)
+    compiled = backlog.num_ahead(Job(**probe._asdict())).compile(dialect=PsycopgDialect())
+    members = {value: name for name, value in probe._asdict().items() if value is not None}
+    variable = {name: members[value] for name, value in compiled.params.items() if value in members}
+    constant = {name: value for name, value in compiled.params.items() if name not in variable}
+    return str(compiled), constant, variable
+
+
+_NUM_AHEAD = {is_held: _compile_num_ahead(is_held=is_held) for is_held in (False, True)}
+
+
+async def _count_ahead(line: _Line, places: list[_Place]) -> dict[_Place, int]:
+    counted: dict[_Place, int] = {}
+    for is_held, (query, constant, variable) in _NUM_AHEAD.items():
+        alike = [place for place in places if (place.hold is not None) is is_held]
+        if alike:
+            values = [constant | {name: getattr(place, member) for name, member in variable.items()} for place in alike]
+            answers = await line.fetch(query, values)
+            counted |= {place: rows[0][0] for place, rows in zip(alike, answers, strict=True)}
+    return counted
