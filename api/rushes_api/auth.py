@@ -116,6 +116,10 @@ class ApiKeys:
             raise Unauthorized("the API key is not valid")
         return caller
 
+    def forget(self) -> None:
+        """Look every key up again: one was changed by way of this process, which is to know at once."""
+        self._stored.forget()
+
     async def close(self) -> None:
         await self._stored.close()
 
@@ -159,6 +163,9 @@ class _StoredKeys:
         if entry is not None and age < STALE_SECONDS:
             return entry.caller
         raise answer
+
+    def forget(self) -> None:
+        self._hits.clear()
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -214,7 +221,7 @@ class _StoredKeys:
     async def _query(self, digests: list[bytes]) -> dict[bytes, Caller]:
         found: dict[bytes, Caller] = {}
         async with AsyncSession(self._engine) as session:
-            for key, overlaps in (await session.execute(keys.find(digests))).tuples():
+            for key, overlaps in await session.execute(keys.find(digests)):
                 caller = Caller.of(key)
                 found[key.digest] = caller
                 if overlaps and key.previous_digest is not None:

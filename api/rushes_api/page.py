@@ -25,7 +25,7 @@ class Listed(BaseModel):
 Item = TypeVar("Item", bound=Listed)
 Row = TypeVar("Row")
 Key = TypeVar("Key", str, int)
-Statement = TypeVar("Statement", bound=Select[Any])
+Statement = TypeVar("Statement", bound=Select[*tuple[Any, ...]])
 
 
 class Page(BaseModel, Generic[Item]):

@@ -80,8 +80,13 @@ def is_secret(text: str) -> bool:
     return _SECRET.fullmatch(text) is not None
 
 
+def is_project(text: str) -> bool:
+    """Whether `text` is well formed as the name of a project."""
+    return _PROJECT.fullmatch(text) is not None
+
+
 def _project(value: object) -> str:
-    if isinstance(value, str) and _PROJECT.fullmatch(value):
+    if isinstance(value, str) and is_project(value):
         return value
     raise PydanticCustomError(
         "invalid_value",

@@ -1,0 +1,49 @@
+"""What the routes for operators share: bodies of JSON, times, and what is not there."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from rushes_core.request import printable
+
+from rushes_api.body import JSON, parse_body, read_body
+from rushes_api.deps import AdminCaller, AppState
+from rushes_api.errors import ApiError, UnsupportedMedia
+from rushes_api.form import split_header
+
+
+async def _members(request: Request, caller: AdminCaller, state: AppState) -> Mapping[str, Any]:
+    body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
+    if not body:
+        return {}
+    content_types = request.headers.getlist("content-type")
+    # forms have no numbers and no null
+    if any(split_header(one)[0] != JSON for one in content_types):
+        raise UnsupportedMedia(f"Content-Type {printable(content_types[0])} is not supported here; send {JSON}")
+    return parse_body(body, content_types=content_types, content_encoding=request.headers.get("content-encoding", ""))
+
+
+SentMembers = Annotated[Mapping[str, Any], Depends(_members)]
+"""The members of the JSON object that was sent; none where there is no body."""
+
+
+def given(members: Mapping[str, Any]) -> dict[str, Any]:
+    """`members` without those that are null, for bodies in which that is the same as absent."""
+    return {name: value for name, value in members.items() if value is not None}
+
+
+def unix(time: datetime | None) -> int | None:
+    return None if time is None else int(time.timestamp())
+
+
+def no_such_project(name: str) -> ApiError:
+    return ApiError(
+        f"no project {printable(name)}", param="project", code="project_not_found", status=HTTPStatus.NOT_FOUND
+    )
+
+
+def json_body(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+    """What the OpenAPI document says of a body."""
+    return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}}}}

@@ -1,0 +1,542 @@
+"""Projects and API keys: how they are made and ended, what a key may do, and how much of it."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rushes_api import auth, limits
+from rushes_api.app import create_app
+from rushes_api.auth import ApiKeys
+from rushes_api.errors import Unauthorized, Unavailable
+from rushes_core import keys
+from rushes_core.models import ApiKey, IdempotencyKey
+from rushes_core.settings import Settings
+from sqlalchemy import func, make_url, select, update
+from sqlalchemy.orm import Session
+from starlette.testclient import TestClient
+from structlog.testing import capture_logs
+from support.api import ApiProcess, JobDriver
+from support.keys import bearer, create_key, create_project
+from support.proxy import FreezableProxy
+from support.waiting import wait_until
+
+SECRET = re.compile(r"rk_[A-Za-z0-9_-]{43}")
+RETRY_AFTER = re.compile(r"[1-9][0-9]?")
+
+
+def code_of(response: Any, status: int) -> str:
+    assert response.status_code == status, response.text
+    code: str = response.json()["error"]["code"]
+    return code
+
+
+def row(driver: JobDriver, key: dict[str, Any]) -> ApiKey:
+    with Session(driver.engine) as session:
+        return session.get_one(ApiKey, key["id"])
+
+
+class TestProjects:
+    def test_a_project_is_made_once(self, client: TestClient) -> None:
+        response = client.post("/v1/projects", json={"name": "acme"})
+        assert response.status_code == 200
+        project = response.json()
+        assert (project["id"], project["object"], project["name"]) == ("acme", "project", "acme")
+        assert client.get("/v1/projects/acme").json() == project
+        again = client.post("/v1/projects", json={"name": "acme"})
+        assert code_of(again, 409) == "project_exists"
+        assert again.headers["x-should-retry"] == "false"
+
+    def test_the_same_request_gets_the_same_answer(self, client: TestClient) -> None:
+        header = {"Idempotency-Key": "make a project"}
+        answers = [client.post("/v1/projects", json={"name": "again"}, headers=header) for _ in range(2)]
+        assert answers[0].status_code == 200
+        assert answers[0].content == answers[1].content
+        assert answers[1].headers["idempotent-replayed"] == "true"
+
+    @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "a" * 64, "ü", "a\n", 5, None, "*"], ids=ascii)
+    def test_a_name_that_is_none_is_refused(self, client: TestClient, name: object) -> None:
+        response = client.post("/v1/projects", json={"name": name})
+        assert code_of(response, 400) == ("missing_required_parameter" if name is None else "invalid_value")
+        assert response.json()["error"]["param"] == "name"
+
+    def test_projects_are_listed_by_name_in_pages(self, client: TestClient) -> None:
+        for name in ("page-b", "page-a", "page-c"):
+            create_project(client, name)
+        page = client.get("/v1/projects", params={"after": "page-", "limit": 2}).json()
+        assert [one["name"] for one in page["data"]] == ["page-a", "page-b"]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == ("page-a", "page-b", True)
+        rest = client.get("/v1/projects", params={"after": page["last_id"], "limit": 100}).json()
+        assert "page-c" in [one["name"] for one in rest["data"]]
+        assert not rest["has_more"]
+        assert code_of(client.get("/v1/projects", params={"after": "A"}), 400) == "invalid_value"
+
+    @pytest.mark.parametrize("name", ["none", "NONE", "a b", "%00"])
+    def test_one_that_does_not_exist_is_404(self, client: TestClient, name: str) -> None:
+        assert code_of(client.get(f"/v1/projects/{name}"), 404) == "project_not_found"
+
+
+class TestKeys:
+    def test_a_secret_is_shown_once_and_not_kept(self, client: TestClient, driver: JobDriver) -> None:
+        key = create_key(client, name="ci")
+        assert SECRET.fullmatch(key["secret"])
+        assert key["hint"] == key["secret"][-4:]
+        stored = row(driver, key)
+        assert stored.digest == keys.digest_of(key["secret"])
+        assert client.get("/v1/models", headers=bearer(key)).status_code == 200
+        for path in ("/v1/api_keys?limit=100", f"/v1/api_keys/{key['id']}"):
+            assert key["secret"] not in client.get(path).text
+        with Session(driver.engine) as session:
+            dump = session.execute(select(func.string_agg(ApiKey.hint, ","))).scalar_one()
+            bodies = session.execute(select(IdempotencyKey.body)).scalars().all()
+        assert key["secret"] not in dump
+        assert not any(key["secret"] in (body or "") for body in bodies)
+
+    def test_a_key_has_what_it_was_made_with(self, client: TestClient) -> None:
+        create_project(client, "whole")
+        wanted: dict[str, Any] = {
+            "name": "everything",
+            "project": "whole",
+            "scopes": ["videos:read", "batches"],
+            "priorities": ["bulk"],
+            "compat": "openai",
+            "requests_per_minute": 100,
+            "max_queued": 0,
+            "max_running": 2,
+            "daily_gpu_seconds": 3600,
+            "expires_at": int(datetime.now(UTC).timestamp()) + 3600,
+        }
+        key = create_key(client, **wanted)
+        assert {name: key[name] for name in wanted} == wanted
+        secret = key.pop("secret")
+        assert client.get(f"/v1/api_keys/{key['id']}").json() == key
+        own = client.get("/v1/api_keys/me", headers=bearer(secret)).json()
+        assert own | {"last_used_at": None} == key
+        assert own["usage"] == {"day": datetime.now(UTC).date().isoformat(), "gpu_seconds": 0, "attempts": 0}
+
+    def test_a_key_that_says_nothing_is_for_videos_without_limits(self, client: TestClient) -> None:
+        key = create_key(client)
+        assert key["project"] == "default"
+        assert key["scopes"] == ["videos:read", "videos:write"]
+        assert key["priorities"] == ["interactive", "normal", "bulk"]
+        for name in ("compat", "requests_per_minute", "max_queued", "max_running", "daily_gpu_seconds", "expires_at"):
+            assert key[name] is None
+
+    @pytest.mark.parametrize(
+        ("values", "param", "part"),
+        [
+            ({"name": " "}, "name", "1 to 100 characters"),
+            ({"name": "x" * 101}, "name", "1 to 100 characters"),
+            ({"name": "a\0"}, "name", "1 to 100 characters"),
+            ({"scopes": []}, "scopes", "one or more of videos:read, videos:write, batches, webhooks, admin, got []"),
+            ({"scopes": ["videos"]}, "scopes", "got ['videos']"),
+            ({"scopes": "admin"}, "scopes", "got 'admin'"),
+            ({"scopes": [{}]}, "scopes", "got [{}]"),
+            ({"priorities": ["urgent"]}, "priorities", "interactive, normal, bulk, got ['urgent']"),
+            ({"compat": "azure"}, "compat", "openai or null, got 'azure'"),
+            ({"requests_per_minute": 0}, "requests_per_minute", "greater than or equal to 1, got 0"),
+            ({"requests_per_minute": 100_001}, "requests_per_minute", "less than or equal to 100000"),
+            ({"max_queued": -1}, "max_queued", "greater than or equal to 0, got -1"),
+            ({"max_queued": 2**70}, "max_queued", "less than or equal to 100000"),
+            ({"max_running": 0}, "max_running", "greater than or equal to 1"),
+            ({"max_running": True}, "max_running", "valid integer, got True"),
+            ({"daily_gpu_seconds": 1.5}, "daily_gpu_seconds", "valid integer"),
+            ({"daily_gpu_seconds": "5"}, "daily_gpu_seconds", "valid integer, got '5'"),
+            ({"expires_at": 1}, "expires_at", "must lie ahead, got 1970-01-01T00:00:01+00:00"),
+            ({"expires_at": "tomorrow"}, "expires_at", "ISO 8601"),
+            ({"project": "No"}, "project", "lower-case"),
+        ],
+        ids=str,
+    )
+    def test_errors_name_field_value_and_limit(
+        self, client: TestClient, values: dict[str, Any], param: str, part: str
+    ) -> None:
+        response = client.post("/v1/api_keys", json={"name": "test", **values})
+        assert code_of(response, 400) == "invalid_value"
+        assert response.json()["error"]["param"] == param
+        assert part in response.json()["error"]["message"]
+
+    def test_unknown_fields_projects_and_types_of_body_are_refused(self, client: TestClient) -> None:
+        assert code_of(client.post("/v1/api_keys", json={"name": "a", "secret": "b"}), 400) == "unknown_parameter"
+        assert code_of(client.post("/v1/api_keys", json={"name": "a", "project": "none"}), 404) == "project_not_found"
+        assert code_of(client.post("/v1/api_keys"), 400) == "missing_required_parameter"
+        assert code_of(client.post("/v1/api_keys", data={"name": "a"}), 415) == "unsupported_media_type"
+
+    def test_an_answer_with_a_secret_is_not_kept_for_repetition(self, client: TestClient) -> None:
+        key = create_key(client)
+        header = {"Idempotency-Key": "one"}
+        for path in ("", f"/{key['id']}/rotate"):
+            response = client.post(f"/v1/api_keys{path}", json={"name": "a"} if not path else {}, headers=header)
+            assert code_of(response, 400) == "invalid_value"
+            assert response.json()["error"]["param"] == "Idempotency-Key"
+
+    def test_keys_are_listed_newest_first_and_by_project(self, client: TestClient) -> None:
+        create_project(client, "listed")
+        made = [create_key(client, project="listed", name=str(number))["id"] for number in range(3)]
+        create_key(client)
+        page = client.get("/v1/api_keys", params={"project": "listed", "limit": 2}).json()
+        assert [one["id"] for one in page["data"]] == [made[2], made[1]]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (made[2], made[1], True)
+        rest = client.get("/v1/api_keys", params={"project": "listed", "after": made[1]}).json()
+        assert [one["id"] for one in rest["data"]] == [made[0]]
+        assert code_of(client.get("/v1/api_keys?project=A"), 400) == "invalid_value"
+        assert code_of(client.get("/v1/api_keys?after=video_1"), 400) == "invalid_value"
+
+    def test_a_change_says_what_is_to_change(self, client: TestClient) -> None:
+        key = create_key(client, max_queued=5, max_running=1, compat="openai")
+        response = client.patch(f"/v1/api_keys/{key['id']}", json={"max_queued": None, "max_running": 2, "name": "b"})
+        assert response.status_code == 200, response.text
+        changed = response.json()
+        assert (changed["max_queued"], changed["max_running"], changed["name"]) == (None, 2, "b")
+        assert (changed["compat"], changed["scopes"]) == ("openai", key["scopes"])
+        assert client.patch(f"/v1/api_keys/{key['id']}", json={}).json() == changed
+        for wrong in ({"project": "default"}, {"name": None}, {"scopes": []}, {"max_running": 0}):
+            refused = client.patch(f"/v1/api_keys/{key['id']}", json=wrong)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == next(iter(wrong))
+
+    def test_a_changed_key_is_known_at_once_where_it_was_changed(self, client: TestClient) -> None:
+        key = create_key(client, scopes=["videos:read"])
+        assert code_of(client.post("/v1/videos", headers=bearer(key)), 403) == "insufficient_scope"
+        client.patch(f"/v1/api_keys/{key['id']}", json={"scopes": ["videos:write"]})
+        assert client.post("/v1/videos", json={"prompt": "a dog"}, headers=bearer(key)).status_code == 200
+        assert code_of(client.get("/v1/videos", headers=bearer(key)), 403) == "insufficient_scope"
+
+    @pytest.mark.parametrize(
+        "key_id", ["key_01JD9ZZZZZZZZZZZZZZZZZZZZZ", "key_", "video_01JD9ZZZZZZZZZZZZZZZZZZZZZ", "%00"]
+    )
+    def test_one_that_does_not_exist_is_404(self, client: TestClient, key_id: str) -> None:
+        path = f"/v1/api_keys/{key_id}"
+        for response in (
+            client.get(path),
+            client.patch(path, json={"name": "a"}),
+            client.post(f"{path}/rotate"),
+            client.post(f"{path}/revoke"),
+        ):
+            assert code_of(response, 404) == "api_key_not_found"
+
+    def test_use_is_noted(self, client: TestClient) -> None:
+        key = create_key(client)
+        client.get("/v1/models", headers=bearer(key))
+        wait_until(lambda: client.get(f"/v1/api_keys/{key['id']}").json()["last_used_at"] is not None)
+
+    def test_the_operators_own_key_has_everything_and_is_no_row(self, client: TestClient) -> None:
+        own = client.get("/v1/api_keys/me").json()
+        assert (own["project"], own["scopes"]) == ("default", list(keys.SCOPES))
+        assert own["id"] not in client.get("/v1/api_keys?limit=100").text
+        assert code_of(client.post(f"/v1/api_keys/{own['id']}/revoke"), 404) == "api_key_not_found"
+
+
+class TestRotationAndRevocation:
+    def test_both_secrets_work_while_they_overlap(self, client: TestClient, driver: JobDriver) -> None:
+        key = create_key(client)
+        rotated = client.post(f"/v1/api_keys/{key['id']}/rotate", json={"overlap_seconds": 3600}).json()
+        assert rotated["id"] == key["id"]
+        assert rotated["secret"] != key["secret"]
+        assert rotated["previous_secret_until"] > rotated["created_at"] + 3500
+        for secret in (key, rotated):
+            assert client.get("/v1/api_keys/me", headers=bearer(secret)).json()["id"] == key["id"]
+        with Session(driver.engine) as session, session.begin():
+            session.execute(update(ApiKey).where(ApiKey.id == key["id"]).values(previous_until=func.now()))
+        wait_until(lambda: client.get("/v1/models", headers=bearer(key)).status_code == 401)
+        assert client.get("/v1/models", headers=bearer(rotated)).status_code == 200
+
+    def test_without_overlap_the_old_secret_stops(self, client: TestClient) -> None:
+        key = create_key(client)
+        assert client.get("/v1/models", headers=bearer(key)).status_code == 200
+        rotated = client.post(f"/v1/api_keys/{key['id']}/rotate", json={"overlap_seconds": 0}).json()
+        assert code_of(client.get("/v1/models", headers=bearer(key)), 401) == "invalid_api_key"
+        assert client.get("/v1/models", headers=bearer(rotated)).status_code == 200
+
+    def test_a_second_rotation_ends_the_first_secret(self, client: TestClient) -> None:
+        first = create_key(client)
+        second, third = (client.post(f"/v1/api_keys/{first['id']}/rotate").json() for _ in range(2))
+        assert client.get("/v1/models", headers=bearer(first)).status_code == 401
+        assert client.get("/v1/models", headers=bearer(second)).status_code == 200
+        assert client.get("/v1/models", headers=bearer(third)).status_code == 200
+
+    @pytest.mark.parametrize("overlap", [-1, 2_592_001, "1d", 1.5], ids=str)
+    def test_an_overlap_has_limits(self, client: TestClient, overlap: object) -> None:
+        key = create_key(client)
+        response = client.post(f"/v1/api_keys/{key['id']}/rotate", json={"overlap_seconds": overlap})
+        assert code_of(response, 400) == "invalid_value"
+        assert response.json()["error"]["param"] == "overlap_seconds"
+
+    def test_a_revoked_key_is_ended_with_both_secrets_for_good(self, client: TestClient) -> None:
+        key = create_key(client)
+        rotated = client.post(f"/v1/api_keys/{key['id']}/rotate").json()
+        revoked = client.post(f"/v1/api_keys/{key['id']}/revoke").json()
+        assert revoked["revoked_at"] is not None
+        assert client.post(f"/v1/api_keys/{key['id']}/revoke").json() == revoked
+        for secret in (key, rotated):
+            assert code_of(client.get("/v1/models", headers=bearer(secret)), 401) == "invalid_api_key"
+        assert code_of(client.post(f"/v1/api_keys/{key['id']}/rotate"), 409) == "invalid_state"
+        assert code_of(client.post(f"/v1/api_keys/{key['id']}/revoke", json={"a": 1}), 400) == "unknown_parameter"
+
+    def test_a_process_learns_what_another_one_did(
+        self, client: TestClient, api_settings: Settings, tmp_path: Path
+    ) -> None:
+        ended, changed, turned = create_key(client), create_key(client), create_key(client)
+        with ApiProcess(api_settings, tmp_path / "api.log") as other, httpx.Client(base_url=other.url) as http:
+
+            def status(secret: dict[str, Any], path: str = "/v1/models") -> int:
+                return http.get(path, headers=bearer(secret)).status_code
+
+            for key in (ended, changed, turned):
+                assert status(key) == 200
+            client.post(f"/v1/api_keys/{ended['id']}/revoke")
+            client.patch(f"/v1/api_keys/{changed['id']}", json={"scopes": ["videos:write"]})
+            after = client.post(f"/v1/api_keys/{turned['id']}/rotate", json={"overlap_seconds": 0}).json()
+            assert status(after) == 200
+            wait_until(lambda: status(ended) == 401)
+            wait_until(lambda: status(changed) == 403)
+            wait_until(lambda: status(turned) == 401)
+
+    def test_unknown_revoked_and_expired_keys_get_the_same_answer(self, client: TestClient, driver: JobDriver) -> None:
+        revoked, expired = create_key(client), create_key(client, expires_at=int(datetime.now(UTC).timestamp()) + 600)
+        client.post(f"/v1/api_keys/{revoked['id']}/revoke")
+        with Session(driver.engine) as session, session.begin():
+            past = datetime.now(UTC) - timedelta(seconds=1)
+            session.execute(update(ApiKey).where(ApiKey.id == expired["id"]).values(expires_at=past))
+        answers = [
+            client.get("/v1/videos", headers=bearer(secret) | {"x-request-id": "same"})
+            for secret in (keys.Secret.new().text, "nonsense", revoked, expired)
+        ]
+        assert {code_of(answer, 401) for answer in answers} == {"invalid_api_key"}
+        assert len({answer.content for answer in answers}) == 1
+        assert len({str(sorted(answer.headers.items())) for answer in answers}) == 1
+
+
+class TestScopes:
+    def routes(self, client: TestClient) -> Iterator[tuple[str, str]]:
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            for method in methods:
+                if path.startswith("/v1/"):
+                    yield method.upper(), path
+
+    def needed(self, method: str, path: str) -> str | None:
+        if path == "/v1/api_keys/me":
+            return None
+        if path.startswith(("/v1/projects", "/v1/api_keys", "/v1/workers")):
+            return "admin"
+        return "videos:read" if method == "GET" else "videos:write"
+
+    def test_every_route_needs_its_scope_and_says_which(self, client: TestClient) -> None:
+        for missing in keys.SCOPES:
+            others = [one for one in keys.SCOPES if one not in (missing, "admin")]
+            header = bearer(create_key(client, scopes=others))
+            for method, path in self.routes(client):
+                if self.needed(method, path) == missing:
+                    response = client.request(method, path.replace("{", "").replace("}", ""), headers=header)
+                    assert code_of(response, 403) == "insufficient_scope", (method, path)
+                    assert missing in response.json()["error"]["message"]
+                    assert response.headers["x-request-id"] == response.json()["error"]["request_id"]
+
+    def test_admin_is_every_scope(self, client: TestClient) -> None:
+        header = bearer(create_key(client, scopes=["admin"]))
+        assert client.get("/v1/videos", headers=header).status_code == 200
+        assert client.post("/v1/videos", json={"prompt": "a dog"}, headers=header).status_code == 200
+        assert client.get("/v1/api_keys", headers=header).status_code == 200
+
+    def test_any_key_may_look_at_itself(self, client: TestClient) -> None:
+        key = create_key(client, scopes=["webhooks"])
+        assert client.get("/v1/api_keys/me", headers=bearer(key)).json()["id"] == key["id"]
+
+    def test_without_a_key_no_route_answers(self, client: TestClient) -> None:
+        for method, path in self.routes(client):
+            response = client.request(method, path.replace("{", "").replace("}", ""), headers={"Authorization": ""})
+            assert code_of(response, 401) == "invalid_api_key", (method, path)
+            assert response.headers["www-authenticate"].startswith("Bearer")
+            assert response.headers["x-request-id"]
+
+
+class TestRequestsPerMinute:
+    def test_a_limited_key_is_told_where_it_stands(self, client: TestClient) -> None:
+        header = bearer(create_key(client, requests_per_minute=4))
+        answers = [
+            client.get("/v1/videos", headers=header),
+            client.get("/v1/videos/none", headers=header),
+            client.get("/v1/videos?nothing=1", headers=header),
+            client.get("/v1/api_keys", headers=header),
+            client.get("/v1/videos", headers=header),
+            client.get("/v1/videos", headers=header),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 404, 400, 403, 429, 429]
+        assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == [
+            "3",
+            "2",
+            "1",
+            "0",
+            "0",
+            "0",
+        ]
+        for answer in answers:
+            assert answer.headers["x-ratelimit-limit-requests"] == "4"
+            assert re.fullmatch(r"[1-9][0-9]?s", answer.headers["x-ratelimit-reset-requests"])
+            assert answer.headers["x-request-id"]
+        refused = answers[-1]
+        assert code_of(refused, 429) == "rate_limit_exceeded"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "4 requests per minute" in refused.json()["error"]["message"]
+        assert RETRY_AFTER.fullmatch(refused.headers["retry-after"])
+        assert int(refused.headers["retry-after"]) <= 60
+
+    def test_other_keys_are_not_counted(self, client: TestClient) -> None:
+        limited, other = (bearer(create_key(client, requests_per_minute=1)) for _ in range(2))
+        unlimited = bearer(create_key(client))
+        assert [client.get("/v1/models", headers=limited).status_code for _ in range(2)] == [200, 429]
+        assert client.get("/v1/models", headers=other).status_code == 200
+        answer = client.get("/v1/models", headers=unlimited)
+        assert answer.status_code == 200
+        assert not any(name.startswith("x-ratelimit") for name in answer.headers)
+
+    def test_processes_count_together(self, client: TestClient, api_settings: Settings) -> None:
+        header = bearer(create_key(client, requests_per_minute=3))
+        with TestClient(create_app(api_settings)) as other:
+            answers = [one.get("/v1/models", headers=header) for one in (client, other, client, other, client)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
+
+    def test_a_page_may_read_the_headers(self, api_settings: Settings, client: TestClient) -> None:
+        header = bearer(create_key(client, requests_per_minute=1)) | {"Origin": "https://app.example"}
+        with TestClient(create_app(api_settings.model_copy(update={"cors_origins": "*"}))) as other:
+            for status in (200, 429):
+                answer = other.get("/v1/models", headers=header)
+                assert answer.status_code == status
+                exposed = answer.headers["access-control-expose-headers"]
+                assert {"x-ratelimit-remaining-requests", "Retry-After"} <= set(exposed.split(", "))
+
+    def test_without_redis_the_process_counts_and_says_so_once(
+        self, client: TestClient, api_settings: Settings
+    ) -> None:
+        header = bearer(create_key(client, requests_per_minute=3))
+        away = api_settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
+        with TestClient(create_app(away)) as other, capture_logs() as logs:
+            statuses = [other.get("/v1/models", headers=header).status_code for _ in range(5)]
+        assert statuses == [200, 200, 200, 429, 429]
+        assert [line["event"] for line in logs].count("request_limits_in_process") == 1
+
+    def test_a_frozen_redis_is_left_alone_until_it_is_back(
+        self, client: TestClient, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        header = bearer(create_key(client, requests_per_minute=100))
+        url = make_url(api_settings.redis_url)
+        assert url.host is not None
+        assert url.port is not None
+        with FreezableProxy(url.host, url.port) as proxy, capture_logs() as logs:
+            relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+            with TestClient(create_app(api_settings.model_copy(update={"redis_url": relayed}))) as other:
+
+                def remaining() -> int:
+                    answer = other.get("/v1/models", headers=header)
+                    assert answer.status_code == 200
+                    return int(answer.headers["x-ratelimit-remaining-requests"])
+
+                assert remaining() == 99
+                proxy.freeze()
+                assert [remaining() for _ in range(3)] == [99, 98, 97]
+                proxy.thaw()
+                monkeypatch.setattr(limits, "AWAY_SECONDS", 0.0)
+                wait_until(lambda: "request_limits_shared_again" in [line["event"] for line in logs] or not remaining())
+                assert [line["event"] for line in logs].count("request_limits_in_process") == 1
+
+
+class TestCache:
+    """`ApiKeys` of one process, without the rest of the API."""
+
+    @pytest.fixture
+    def queries(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many keys each query so far asked for."""
+        asked: list[int] = []
+        find = keys.find
+
+        def counting(digests: Any) -> Any:
+            asked.append(len(digests))
+            return find(digests)
+
+        monkeypatch.setattr(auth.keys, "find", counting)
+        return asked
+
+    @staticmethod
+    def run(settings: Settings, body: Any) -> None:
+        async def whole() -> None:
+            api_keys = ApiKeys(settings)
+            try:
+                await body(api_keys)
+            finally:
+                await api_keys.close()
+
+        asyncio.run(whole())
+
+    def test_a_key_is_looked_up_once_however_many_ask(
+        self, client: TestClient, api_settings: Settings, queries: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(auth, "MAX_AGE_SECONDS", 600.0)
+        monkeypatch.setattr(auth, "REFRESH_SECONDS", 600.0)
+        header = [bearer(create_key(client))["Authorization"]]
+
+        async def body(api_keys: ApiKeys) -> None:
+            callers = await asyncio.gather(*(api_keys.caller(header) for _ in range(100)))
+            assert len({id(caller) for caller in callers}) == 1
+            # nothing to wait for: the coroutine ends at its first step
+            with pytest.raises(StopIteration):
+                api_keys.caller(header).send(None)
+
+        self.run(api_settings, body)
+        assert queries == [1]
+
+    def test_a_flood_of_wrong_keys_costs_few_queries_and_bounded_memory(
+        self, client: TestClient, api_settings: Settings, queries: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(auth, "MAX_ENTRIES", 50)
+        header = [bearer(create_key(client))["Authorization"]]
+        wrong = [f"Bearer {keys.Secret.new().text}" for _ in range(1_000)]
+
+        async def body(api_keys: ApiKeys) -> None:
+            async def refused(one: str) -> None:
+                with pytest.raises(Unauthorized):
+                    await api_keys.caller([one])
+
+            await api_keys.caller(header)
+            for _ in range(3):
+                await asyncio.gather(*(refused(one) for one in [*wrong, *wrong]))
+            held = api_keys._stored  # pyright: ignore[reportPrivateUsage]
+            assert len(held._misses) == 50
+            assert len(held._hits) == 1
+            await refused("Bearer nonsense")
+
+        self.run(api_settings, body)
+        assert sum(queries) <= 1 + 3 * 1_000 + 1
+        assert len(queries) <= 12
+
+    def test_a_key_that_was_seen_goes_on_while_postgres_is_away(
+        self, client: TestClient, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(auth, "LOOKUP_SECONDS", 0.2)
+        monkeypatch.setattr(auth, "MAX_AGE_SECONDS", 0.0)
+        url = make_url(api_settings.database_url)
+        assert url.host is not None
+        assert url.port is not None
+        header = [bearer(create_key(client))["Authorization"]]
+        with FreezableProxy(url.host, url.port) as proxy:
+            relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+
+            async def body(api_keys: ApiKeys) -> None:
+                monkeypatch.setattr(auth, "LOOKUP_SECONDS", 30.0)
+                caller = await api_keys.caller(header)
+                monkeypatch.setattr(auth, "LOOKUP_SECONDS", 0.2)
+                proxy.freeze()
+                assert await api_keys.caller(header) == caller
+                with pytest.raises(Unavailable):
+                    await api_keys.caller([f"Bearer {keys.Secret.new().text}"])
+                monkeypatch.setattr(auth, "STALE_SECONDS", 0.0)
+                with pytest.raises(Unavailable):
+                    await api_keys.caller(header)
+                proxy.thaw()
+                monkeypatch.setattr(auth, "LOOKUP_SECONDS", 30.0)
+                assert await api_keys.caller(header) == caller
+
+            self.run(api_settings.model_copy(update={"database_url": relayed}), body)
