@@ -3,7 +3,7 @@
 import time
 
 from alembic import context
-from rushes_core.models import Base
+from rushes_core.webhooks.tables import Base
 from sqlalchemy import create_engine, pool, text
 
 ADVISORY_LOCK = 7_387_643_741

@@ -18,7 +18,6 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Text,
-    UniqueConstraint,
     func,
     text,
 )
@@ -198,6 +197,8 @@ class Job(Base):
     started_at: Mapped[datetime | None]
     """When the current or last attempt started."""
     finished_at: Mapped[datetime | None]
+    webhook: Mapped[dict[str, Any] | None]
+    """What became of telling the job's own `webhook_url`: `state`, `attempts`, `last_status`; null: it has none."""
     retain_until: Mapped[datetime | None]
     """When the clip is removed, where the client decided that; otherwise the deployment does."""
     cancel_requested_at: Mapped[datetime | None]
@@ -311,9 +312,10 @@ class JobEvent(Base):
 
 
 class OutboxEvent(Base):
-    """The end of a generation of a job, to be told outside: written by the trigger in the transaction that ends it.
+    """What happened to a job, to be told outside: written by triggers in the transaction in which it happens.
 
-    A deleted job tells nothing. There is no foreign key: what happened stays true when the row is gone.
+    Every end of a generation is here, a start or progress only where somebody wants to be told. A deleted job tells
+    nothing. There is no foreign key: what happened stays true when the row is gone.
     """
 
     __tablename__ = "outbox"
@@ -325,10 +327,22 @@ class OutboxEvent(Base):
     project: Mapped[str]
     generation: Mapped[int]
     type: Mapped[str] = mapped_column(String(32))
-    """`video.completed`, `video.failed`, `video.cancelled` or `video.expired`."""
+    """`video.completed`, `video.failed`, `video.cancelled`, `video.expired`, `video.started` or `video.progress`."""
+    data: Mapped[dict[str, Any] | None]
+    """The job at that moment: `status`, `attempt`, `progress`, `error` and `sequence`, which rises with each event."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
-    __table_args__ = (UniqueConstraint("job_id", "generation"),)
+    __table_args__ = (
+        Index(
+            "uq_outbox_end",
+            "job_id",
+            "generation",
+            unique=True,
+            postgresql_where=text("type NOT IN ('video.started', 'video.progress')"),
+        ),
+        Index("ix_outbox_project", "project", "created_at", "id"),
+        Index("ix_outbox_job_id", "job_id", "created_at"),
+    )
 
 
 class ProjectShare(Base):
