@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_core.models import Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from support.forwarder import Forwarder
@@ -182,4 +183,56 @@ def test_replica_that_crashes_on_different_jobs_takes_no_more(jobs: Jobs, start_
     assert not any(is_alive(pid) for pid in replica.detail["ranks"])
     assert is_alive(supervisor)
     assert jobs.states(healthy) == ["queued"]
-    jobs.delete(healthy)
+
+    # somebody has looked at it
+    (drained,) = [one for one in jobs.replicas() if one.id == replica.id]
+    assert drained.drain_requested_at is not None
+    assert sorted(drained.detail["crashed_jobs"]) == sorted(victims)
+    jobs.resume(replica.id)
+    jobs.wait_completed(healthy)
+    victim = jobs.add("[die at step 1]", max_attempts=1)
+    jobs.wait_for(victim, JobState.FAILED)
+    jobs.wait_ready()
+
+
+def test_replica_that_is_to_drain_finishes_its_job_gives_the_next_one_back_and_waits(
+    jobs: Jobs, start_worker: StartWorker
+) -> None:
+    worker = start_worker()
+    (replica,) = jobs.wait_ready()
+    running, ahead = jobs.add("[step 0.5]"), jobs.add()
+    jobs.wait_for_step(running, 1)
+    jobs.wait_for(ahead, JobState.CLAIMED)
+    jobs.drain(replica.id)
+    jobs.drain(replica.id)
+    given_back = jobs.wait_for(ahead, JobState.QUEUED)
+    assert (given_back.attempt, given_back.error_count, given_back.crash_count) == (0, 0, 0)
+    assert jobs.get(running).state == JobState.RUNNING
+    jobs.wait_completed(running)
+
+    def now() -> Replica:
+        (found,) = [one for one in jobs.replicas() if one.id == replica.id]
+        return found
+
+    eventually(lambda: now().state == "drained")
+    later = jobs.add()
+    before = now().last_seen
+    eventually(lambda: now().last_seen > before)
+    assert now().state == "drained"
+    assert jobs.states(later) == ["queued"]
+
+    jobs.resume(replica.id)
+    for job_id in (ahead, later):
+        jobs.wait_completed(job_id)
+    # the ranks kept their weights meanwhile
+    assert (now().epoch, now().detail["ranks"]) == (replica.epoch, replica.detail["ranks"])
+    assert worker.events("replica_resumed")
+
+
+def test_replica_that_drains_can_be_stopped(jobs: Jobs, start_worker: StartWorker) -> None:
+    worker = start_worker()
+    (replica,) = jobs.wait_ready()
+    jobs.drain(replica.id)
+    eventually(lambda: worker.events("replica_drained"))
+    worker.terminate()
+    assert worker.wait() == 0

@@ -29,7 +29,7 @@ class Claimer:
 
     A held job's lease is renewed like every other; it is started when it is taken. While this replica is busy, a job is
     claimed ahead only if no other replica is idle, which would start it at once. A held job is given back, with nothing
-    counted, when the replica stops or has no ranks.
+    counted, when the replica stops, drains or has no ranks.
 
     Args:
         has_room: whether one more job may be held, told whether the one taken last is still on the ranks; asked before
@@ -130,7 +130,7 @@ class Claimer:
 
     @property
     def _serving(self) -> bool:
-        return self._open and not self._closing and not self._stopping.requested
+        return self._open and not (self._closing or self._stopping.requested or self._heartbeat.drain_requested)
 
     def _may_claim(self) -> bool:
         with self._lock:

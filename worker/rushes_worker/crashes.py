@@ -19,6 +19,10 @@ class Crashes:
         """The ranks ended under this job."""
         self._at[job_id] = time.monotonic()
 
+    def forget(self) -> None:
+        """Somebody has looked at the replica."""
+        self._at.clear()
+
     @property
     def jobs(self) -> list[str]:
         """The different jobs of the last half hour."""

@@ -39,7 +39,8 @@ class Heartbeat:
     """Keeps what a replica holds alive until it is closed.
 
     Args:
-        on_change: called from the heartbeat's thread when a lease was lost or a cancel was seen.
+        on_change: called from the heartbeat's thread when a lease was lost, a cancel was seen, or a drain was asked for
+            or taken back.
         is_stopping: whether the replica was asked to stop; then its row says so instead of `ready` or `busy`.
     """
 
@@ -60,6 +61,7 @@ class Heartbeat:
         self._is_stopping = is_stopping
         self._engine = create_sync_engine(settings, pool_size=1)
         self._held: dict[int, _Held] = {}
+        self._drain_requested = self._drains_itself = False
         self._condition = threading.Condition()
         self._dirty = True
         self._closing = False
@@ -98,6 +100,17 @@ class Heartbeat:
         """Change columns of the replica's row."""
         with self._condition:
             self._replica = {**self._replica, **values}
+            self._wake()
+
+    @property
+    def drain_requested(self) -> bool:
+        """Whether the replica is to take no more jobs, by what its row said last."""
+        return self._drains_itself or self._drain_requested
+
+    def drain(self) -> None:
+        """Ask in the replica's row, where an operator may take it back, that it takes no more jobs."""
+        with self._condition:
+            self._drains_itself = True
             self._wake()
 
     def close(self) -> None:
@@ -155,7 +168,7 @@ class Heartbeat:
             self._write_progress(one)
         if watch:
             self._watch_at = now + _WATCH_SECONDS
-        if beat or replica is not self._written_replica:
+        if beat or replica is not self._written_replica or self._drains_itself:
             self._write_replica(replica)
         if beat:
             self._beat_at = now + self._settings.heartbeat_seconds
@@ -190,9 +203,15 @@ class Heartbeat:
         values = dict(replica)
         if self._is_stopping() and values["state"] != "stopped":
             values["state"] = "stopping"
-        with self._engine.begin() as connection:
-            connection.execute(replicas.upsert_replica(self._replica_id, **values))
+        drains_itself = self._drains_itself
+        statement = replicas.upsert_replica(self._replica_id, drain=drains_itself, **values)
+        drain_requested = bool(self._scalar(statement))
         self._written_replica = replica
+        changed, self._drain_requested = drain_requested is not self._drain_requested, drain_requested
+        if drains_itself:
+            self._drains_itself = False
+        if changed:
+            self._on_change()
 
     def _scalar(self, statement: Executable) -> bool | None:
         with self._engine.begin() as connection:

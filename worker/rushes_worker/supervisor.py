@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 import structlog
 from rushes_core.contract import load_contract
@@ -122,7 +123,7 @@ class Supervisor:
         try:
             while not self._stopping.requested:
                 if self._crashes.too_many:
-                    self._drain()
+                    self._drain_itself()
                 else:
                     self._serve_one_epoch()
         except GroupUnfit as error:
@@ -140,7 +141,7 @@ class Supervisor:
         self._epoch += 1
         group = RankGroup(self._plan, epoch=self._epoch, directory=self._scratch.path)
         try:
-            self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None)
+            self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None, detail=self._detail([]))
             self._await_ready(group)
             self._serve(group)
         except GroupLost:
@@ -158,36 +159,52 @@ class Supervisor:
             log.info("replica_ready", epoch=group.epoch, devices=group.devices)
 
     def _serve(self, group: RankGroup) -> None:
-        ready = {"state": "ready", "job_id": None, "detail": {"pid": os.getpid(), "ranks": group.pids}}
-        self._heartbeat.describe(**ready)
         self._claimer.open()
-        is_ready = True
+        shown: str | None = None
         try:
             while not (self._stopping.requested or group.ended):
                 self._wake.clear()
                 # a rank that died since it was last looked at must not cost a job an attempt
                 group.wait(0.0)
-                claim = self._claimer.take() if self._runner.can_render else None
+                draining = self._heartbeat.drain_requested
+                claim = self._claimer.take() if self._runner.can_render and not draining else None
                 if claim is not None:
-                    is_ready = False
-                    self._heartbeat.describe(state="busy", job_id=claim.job.id)
+                    shown = "busy"
+                    self._heartbeat.describe(state=shown, job_id=claim.job.id)
                     if self._runner.run(claim, group):
                         self._failures = 0
                     continue
-                if not is_ready:
-                    is_ready = True
-                    self._heartbeat.describe(**ready)
+                # while it drains it waits for no work, and is drained when everything is given back or ended
+                state = "ready" if not draining else "busy" if self._heartbeat.fences else "drained"
+                if state != shown:
+                    if "drained" in (state, shown):
+                        log.info("replica_drained" if state == "drained" else "replica_resumed")
+                    shown = state
+                    self._heartbeat.describe(state=state, job_id=None, detail=self._detail(group.pids))
                 group.wait(self._settings.poll_seconds, self._wake)
         finally:
             self._claimer.shut()
 
-    def _drain(self) -> None:
-        """Take no more jobs until somebody has looked at this replica and started it again."""
+    def _drain_itself(self) -> None:
+        """Take no more jobs until somebody has looked at this replica, and resumes it or starts it again."""
         log.error("replica_drained", crashed_jobs=self._crashes.jobs)
-        self._heartbeat.describe(state="drained", job_id=None)
-        while not self._stopping.requested:
+        self._heartbeat.drain()
+        self._heartbeat.describe(state="drained", job_id=None, detail=self._detail([]))
+        while self._heartbeat.drain_requested and not self._stopping.requested:
             multiprocessing.connection.wait([self._wake.fileno()])
             self._wake.clear()
+        self._crashes.forget()
+        self._failures = 0
+        if not self._stopping.requested:
+            log.info("replica_resumed")
+
+    def _detail(self, ranks: list[int]) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "ranks": ranks,
+            "failures": self._failures,
+            "crashed_jobs": self._crashes.jobs,
+        }
 
     def _pause(self) -> None:
         """Wait longer the more groups ended without a completed job between them."""
