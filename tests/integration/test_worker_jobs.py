@@ -99,7 +99,8 @@ def test_same_seed_gives_the_same_file_and_another_seed_another(worker: Worker, 
 
 
 def test_progress_is_written_while_the_job_runs(worker: Worker, jobs: Jobs) -> None:
-    job_id = jobs.add("[step 0.3]")
+    # of a shape that nothing was measured of: the steps of the other tests take no time
+    job_id = jobs.add("[step 0.3]", num_frames=141)
     seen = [jobs.wait_for_step(job_id, step) for step in (1, 4)]
     jobs.wait_completed(job_id)
     assert all(job.phase == "denoising" and 0 < job.progress < 100 for job in seen)
