@@ -34,7 +34,7 @@ def _orphans(sweeper: Sweeper, *, delete: bool) -> None:
     for orphan in sweeper.orphans(delete=delete):
         count += 1
         num_bytes += orphan.num_bytes
-        print(f"{orphan.num_bytes:>12}  {orphan.modified:%Y-%m-%d %H:%M}  {orphan.key}")
+        print(f"{orphan.num_bytes:>12}  {orphan.modified:%Y-%m-%d %H:%M}  {orphan.bucket}/{orphan.key}")
     done = "removed" if delete else "found; nothing was removed"
     noun = "orphan" if count == 1 else "orphans"
     print(f"rushes sweep: {count} {noun} of {num_bytes} bytes {done}")

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Delete, Select, TextClause, Update, delete, func, select, text, tuple_, update
+from sqlalchemy import Delete, Select, TextClause, Update, case, delete, func, select, text, tuple_, update
 from sqlalchemy.sql.dml import ReturningDelete
 
 from rushes_core.backlog import lanes
@@ -34,8 +34,15 @@ def purged_lately(*, hours: int) -> Select[Job]:
 
 
 def mark_purged(job_id: str) -> Update:
-    """Record that a deleted job left nothing in the store, and forget its prompt."""
-    return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request={})
+    """Record that a deleted job left nothing in the store, and forget its prompt and request.
+
+    Where its objects went stays known: an attempt that had lost its lease may still store some.
+    """
+    where = case(
+        (Job.request.has_key("output"), func.jsonb_build_object("output", Job.request["output"])),
+        else_=text("'{}'::jsonb"),
+    )
+    return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request=where)
 
 
 def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
@@ -72,9 +79,9 @@ def mark_result_removed(job_id: str) -> Update:
     return update(Job).where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
 
 
-def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any]:
-    """Id, state, fence and the key of the result of each of these jobs that there is."""
-    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext).where(Job.id.in_(job_ids))
+def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any, dict[str, Any]]:
+    """Id, state, fence, key of the result and request of each of these jobs that there is."""
+    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext, Job.request).where(Job.id.in_(job_ids))
 
 
 def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:

@@ -78,6 +78,10 @@ class Destination:
         output = request.get("output") or {}
         return cls(output.get("bucket") or None, output.get("key_prefix") or "")
 
+    def prefix(self, project: str, job_id: str) -> str:
+        """Prefix of everything that this job's attempts stored."""
+        return job_prefix(project, job_id, key_prefix=self.key_prefix)
+
 
 class ObjectStore:
     """One bucket. Clients of boto3 may be used from several threads."""

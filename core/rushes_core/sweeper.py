@@ -18,14 +18,14 @@ from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
-from rushes_core.storage import RESULTS, ObjectStore, StoredItem, job_prefix
+from rushes_core.storage import RESULTS, Destination, ObjectStore, StoredItem
 
 log = get_logger(__name__)
 
 _AFTER_OUTAGE_SECONDS = 5.0
 """How long after an outage of the database its silence is not held against those who hold leases."""
 
-_RESULT_KEY = re.compile(rf"{RESULTS}[^/]+/(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/[^/]+")
+_RESULT_KEY = re.compile(rf"(?P<folder>{RESULTS}[^/]+/(?:[^/]+/)*(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/)[^/]+")
 
 
 _PURGED_AGAIN_HOURS = 24
@@ -35,8 +35,9 @@ _MAX_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """An object that no job points at and that no attempt may still come to point at."""
+    """An object beside no job's clip, and that no attempt may still come to point at."""
 
+    bucket: str
     key: str
     num_bytes: int
     modified: datetime
@@ -75,7 +76,7 @@ class Sweeper:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
         for job in purged:
-            if count := self._store.delete_prefix(job_prefix(job.project, job.id)):
+            if count := self._remove_objects_of(job):
                 log.info("late_objects_removed", job_id=job.id, count=count)
 
     def tidy(self) -> None:
@@ -96,13 +97,14 @@ class Sweeper:
         a lease, and rows are read after the listing: an object that is an orphan then stays one.
         """
         before = datetime.now(UTC) - self._orphan_age
-        for page in self._store.list_pages(RESULTS):
-            orphans = self._orphans_of([item for item in page if item.modified < before])
-            if delete and orphans:
-                self._store.delete_keys([orphan.key for orphan in orphans])
-                for orphan in orphans:
-                    log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
-            yield from orphans
+        for store in self._store.buckets:
+            for page in store.list_pages(RESULTS):
+                orphans = self._orphans_of([item for item in page if item.modified < before], store.bucket)
+                if delete and orphans:
+                    store.delete_keys([orphan.key for orphan in orphans])
+                    for orphan in orphans:
+                        log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
+                yield from orphans
 
     def close(self) -> None:
         self._engine.dispose()
@@ -120,19 +122,34 @@ class Sweeper:
                 log.info("job_expired", job_id=job.id)
             session.execute(replicas.forget_stale_replicas())
 
-    def _orphans_of(self, items: list[StoredItem]) -> list[Orphan]:
+    def _remove_objects_of(self, job: Job) -> int:
+        destination = Destination.of(job.request)
+        store = self._store.in_bucket(destination.bucket)
+        return store.delete_prefix(destination.prefix(job.project, job.id))
+
+    def _orphans_of(self, items: list[StoredItem], bucket: str) -> list[Orphan]:
         # a key of another form is not ours to judge
         matches = [(item, match) for item in items if (match := _RESULT_KEY.fullmatch(item.key))]
         if not matches:
             return []
         with self._engine.begin() as connection:
             found = connection.execute(leftovers.owners_of_objects([match["job_id"] for _, match in matches])).all()
-        kept_keys = {key for _, _, _, key in found}
-        held = {(job_id, fence) for job_id, state, fence, _ in found if state in LEASED_STATES}
+        usual = self._store.bucket
+        # by-products lie beside the clip
+        kept_folders = {
+            key.rpartition("/")[0] + "/"
+            for _, _, _, key, request in found
+            if key is not None and (Destination.of(request).bucket or usual) == bucket
+        }
+        held = {(job_id, fence) for job_id, state, fence, _, _ in found if state in LEASED_STATES}
+        # another bucket may be shared with others, whose jobs are not known here
+        known = {job_id for job_id, *_ in found} if bucket != usual else None
         return [
-            Orphan(item.key, item.num_bytes, item.modified)
+            Orphan(bucket, item.key, item.num_bytes, item.modified)
             for item, match in matches
-            if item.key not in kept_keys and (match["job_id"], int(match["fence"])) not in held
+            if match["folder"] not in kept_folders
+            and (match["job_id"], int(match["fence"])) not in held
+            and (known is None or match["job_id"] in known)
         ]
 
     def _remove_outlived(self) -> None:
@@ -154,7 +171,7 @@ class Sweeper:
                 return
             for job in found:
                 try:
-                    self._store.delete_prefix(job_prefix(job.project, job.id))
+                    self._remove_objects_of(job)
                 except StorageError as error:
                     failed.add(job.id)
                     log.warning("objects_stay", job_id=job.id, error=str(error).splitlines()[0])
@@ -170,8 +187,9 @@ class Sweeper:
                     return
 
     def _abort_uploads(self) -> None:
-        for key in self._store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
-            log.info("upload_aborted", key=key)
+        for store in self._store.buckets:
+            for key in store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
+                log.info("upload_aborted", key=key)
 
     def _forget_idle_shares(self) -> None:
         try:

@@ -14,7 +14,7 @@ from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from rushes_core.storage import RESULTS, ObjectStore, file_sha256, job_prefix, result_key
+from rushes_core.storage import RESULTS, Destination, ObjectStore, file_sha256, job_prefix, result_key
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
@@ -22,6 +22,7 @@ from support.job_rows import ERROR, RESULT, JobRows, wait_past_restart
 from support.stack import s3_client
 
 DAY = timedelta(days=1)
+OTHER_BUCKET = "other-bucket"
 
 
 @pytest.fixture
@@ -61,6 +62,15 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
 
 
+@pytest.fixture
+def other(settings: Settings, stack_env: dict[str, str]) -> Iterator[Settings]:
+    """The same settings with a second bucket that requests may name."""
+    s3_client(stack_env).create_bucket(Bucket=OTHER_BUCKET)
+    yield settings.model_copy(update={"s3_output_buckets": OTHER_BUCKET})
+    ObjectStore(settings).in_bucket(OTHER_BUCKET).delete_prefix("")
+    s3_client(stack_env).delete_bucket(Bucket=OTHER_BUCKET)
+
+
 def put(store: ObjectStore, directory: Path, key: str) -> str:
     clip = directory / "clip"
     clip.write_bytes(key.encode())
@@ -69,9 +79,13 @@ def put(store: ObjectStore, directory: Path, key: str) -> str:
 
 
 def completed(rows: JobRows, store: ObjectStore, directory: Path, **values: Any) -> Job:
-    """A completed job whose clip lies in the store."""
+    """A completed job whose clip lies in the store, with a by-product beside it."""
     job = rows.running(**values)
-    key = put(store, directory, result_key(job.project, job.id, job.attempt, job.fence or 0))
+    key_prefix = Destination.of(job.request).key_prefix
+    key, _ = (
+        put(store, directory, result_key(job.project, job.id, job.attempt, job.fence or 0, name, key_prefix=key_prefix))
+        for name in ("video.mp4", "thumbnail.jpg")
+    )
     return rows.run(jobs.complete(job.id, fence=job.fence or 0, result={**RESULT, "key": key}, timings={}))
 
 
@@ -128,6 +142,26 @@ class TestPurge:
         sweeper.purge_again()
         assert store.head(late) is None
 
+    def test_finds_them_in_another_bucket_and_under_a_prefix_even_when_late(
+        self, other: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        request = {"seconds": "4", "output": {"bucket": OTHER_BUCKET, "key_prefix": "acme/spring"}}
+        elsewhere = store.in_bucket(OTHER_BUCKET)
+        job = completed(rows, elsewhere, tmp_path, request=request)
+        assert job.result is not None
+        assert job.result["key"].startswith(f"results/default/acme/spring/{job.id}/")
+        neighbour = put(elsewhere, tmp_path, result_key("default", "video_x", 1, 1, key_prefix="acme/spring"))
+        rows.run(jobs.delete_job(job.id, project="default"))
+        sweeper = Sweeper(other)
+        sweeper.purge()
+        assert [item.key for page in elsewhere.list_pages("") for item in page] == [neighbour]
+        assert rows.read(job.id).request == {"output": request["output"]}
+
+        put(elsewhere, tmp_path, result_key("default", job.id, 9, 9, key_prefix="acme/spring"))
+        sweeper.purge_again()
+        sweeper.close()
+        assert [item.key for page in elsewhere.list_pages("") for item in page] == [neighbour]
+
     def test_passes_over_a_job_whose_objects_cannot_be_removed(
         self, settings: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path
     ) -> None:
@@ -165,7 +199,7 @@ class TestRetention:
         assert outlived.state is JobState.COMPLETED
         assert outlived.result is not None
         assert datetime.fromisoformat(outlived.result["deleted_at"]) <= datetime.now(UTC) + DAY
-        assert store.head(outlived.result["key"]) is None
+        assert store.delete_prefix(job_prefix(before.project, before.id)) == 0
         assert rows.read(kept.id).result == kept.result
 
     def test_keeps_everything_unless_it_is_set(
@@ -213,7 +247,22 @@ class TestOrphans:
 
         assert {orphan.key for orphan in sweeper.orphans(delete=True)} == orphans
         assert not any(store.head(key) for key in orphans)
-        assert len(next(store.list_pages(RESULTS))) == 3
+        assert len(next(store.list_pages(RESULTS))) == 4
+
+    def test_in_another_bucket_are_only_those_of_known_jobs(
+        self, other: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path, old: None
+    ) -> None:
+        elsewhere = store.in_bucket(OTHER_BUCKET)
+        done = completed(rows, elsewhere, tmp_path, request={"output": {"bucket": OTHER_BUCKET, "key_prefix": "a"}})
+        lost = put(elsewhere, tmp_path, result_key("default", done.id, 1, (done.fence or 0) - 1, key_prefix="a"))
+        put(elsewhere, tmp_path, result_key("default", "video_of_another_deployment", 1, 5))
+        misplaced = put(store, tmp_path, result_key("default", done.id, 1, done.fence or 0))
+
+        sweeper = Sweeper(other)
+        found = {(orphan.bucket, orphan.key) for orphan in sweeper.orphans(delete=True)}
+        sweeper.close()
+        assert found == {(OTHER_BUCKET, lost), (store.bucket, misplaced)}
+        assert sum(len(page) for page in elsewhere.list_pages("")) == 3
 
     def test_young_objects_are_left_alone(self, sweeper: Sweeper, store: ObjectStore, tmp_path: Path) -> None:
         put(store, tmp_path, result_key("default", "video_of_nobody", 1, 5))
