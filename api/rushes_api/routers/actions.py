@@ -15,6 +15,7 @@ from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
 from rushes_api.deps import AppState, CurrentCaller, CurrentJob, NoQuery, Session, WellFormedId, find_job, query
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
+from rushes_api.quota import reserve_place, take_place
 from rushes_api.video import Video
 from rushes_api.view import CurrentView
 
@@ -70,12 +71,16 @@ async def retry_video(
             found = await find_job(video_id, project=caller.project, session=session)
             if found.generation >= generation:
                 return view.video(found)
+        before = await find_job(video_id, project=caller.project, session=session)
+        if before.state in RETRYABLE_STATES:
+            await reserve_place(session, caller=caller, api_key=before.api_key, priority=before.priority)
         statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
         job = (await session.execute(statement)).scalar_one_or_none()
         if job is None:
-            found = await find_job(video_id, project=caller.project, session=session)
+            await session.refresh(before)
             words = ", ".join(one.public_status for one in RETRYABLE_STATES)
-            raise TransitionRefused(f"{found.id} is {found.state.public_status}; what can be retried is {words}")
+            raise TransitionRefused(f"{before.id} is {before.state.public_status}; what can be retried is {words}")
+        await take_place(session, job)
         generation = job.generation
         return view.video(job)
 
