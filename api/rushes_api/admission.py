@@ -2,19 +2,30 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from anyio import to_thread
 from fastapi import Depends, Request
+from pydantic import BaseModel
 from rushes_core import jobs
 from rushes_core.errors import InvalidRequest
+from rushes_core.fields import printable
+from rushes_core.ids import new_video_id
 from rushes_core.models import Job
-from rushes_core.request import ResolvedRequest, VideoRequest, parse, printable, resolve
+from rushes_core.request import (
+    RemixRequest,
+    ResolvedRequest,
+    VideoRequest,
+    count_tokens,
+    parse,
+    parse_as,
+    resolve,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
 from rushes_api.body import JSON, MULTIPART, URLENCODED, parse_body, read_body
-from rushes_api.deps import AppState, CurrentProject, State
+from rushes_api.deps import AppState, CurrentCaller, CurrentProject, State
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, SentKey, fingerprint
 
@@ -24,28 +35,77 @@ INLINE_BYTES = 8_192
 Admit = Callable[[AsyncSession], Awaitable[Job]]
 """Inserts a job in a transaction. Run again after its own commit, it finds the row that it made."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(Generic[T]):
     """What was asked for, and what that means now: the answer to a repeated request may be older than its faults."""
 
     fingerprint: str
-    resolved: ResolvedRequest | InvalidRequest
+    outcome: T | InvalidRequest
+
+    def checked(self) -> T:
+        """What is to be done, or the fault."""
+        if isinstance(self.outcome, InvalidRequest):
+            raise self.outcome
+        return self.outcome
+
+    async def order(self, session: AsyncSession) -> T:
+        """The same within the transaction that does it."""
+        return self.checked()
 
 
-async def _submission(request: Request, project: CurrentProject, key: SentKey, state: AppState) -> Submission:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The text of a remix."""
+
+    text: str
+    num_tokens: int
+
+
+async def _video(request: Request, caller: CurrentCaller, key: SentKey, state: AppState) -> Submission[ResolvedRequest]:
     cancel_after = _cancel_after(request)
+
+    def resolved(members: dict[str, Any]) -> ResolvedRequest:
+        buckets = state["settings"].output_buckets
+        return resolve(members, state["model"], cancel_after=cancel_after, buckets=buckets)
+
+    def seen(members: dict[str, Any]) -> str:
+        return fingerprint(parse(members), cancel_after=cancel_after)
+
+    return await _submission(request, key, state, seen, resolved)
+
+
+async def _remix(request: Request, caller: CurrentCaller, key: SentKey, state: AppState) -> Submission[Prompt]:
+    def prompt(members: dict[str, Any]) -> Prompt:
+        text = parse_as(RemixRequest, members).prompt
+        return Prompt(text, count_tokens(text, state["model"]))
+
+    def seen(members: dict[str, Any]) -> str:
+        return fingerprint(parse_as(RemixRequest, members))
+
+    return await _submission(request, key, state, seen, prompt)
+
+
+async def _submission(
+    request: Request,
+    key: str | None,
+    state: State,
+    seen: Callable[[dict[str, Any]], str],
+    understood: Callable[[dict[str, Any]], T],
+) -> Submission[T]:
     body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
 
-    def check() -> Submission:
+    def check() -> Submission[T]:
         members = _members(request, body)
-        seen = "" if key is None else fingerprint(parse(members), cancel_after=cancel_after)
+        if key is None:
+            return Submission("", understood(members))
+        digest = seen(members)
         try:
-            return Submission(seen, resolve(members, state["model"], cancel_after=cancel_after))
+            return Submission(digest, understood(members))
         except InvalidRequest as error:
-            if key is None:
-                raise
-            return Submission(seen, error)
+            return Submission(digest, error)
 
     return check() if len(body) <= INLINE_BYTES else await to_thread.run_sync(check)
 
@@ -72,24 +132,37 @@ def _cancel_after(request: Request) -> str | None:
     return values[0] if values else None
 
 
-SentVideo = Annotated[Submission, Depends(_submission)]
+SentVideo = Annotated[Submission[ResolvedRequest], Depends(_video)]
+SentRemix = Annotated[Submission[Prompt], Depends(_remix)]
 NO_BODY = Depends(_no_members)
 
 
-def admission(resolved: ResolvedRequest | InvalidRequest, *, caller: Caller, state: State) -> Admit:
-    """What makes the job that `resolved` asks for. The fault that `resolved` may be is raised by it."""
-    values: dict[str, Any] = {}
-    if isinstance(resolved, ResolvedRequest):
-        # the id is drawn once: an insert that is repeated finds the row of the first
-        values = resolved.job_values(
-            state["model"], project=caller.project, max_attempts=state["settings"].max_attempts
-        )
+def admission(
+    order: Callable[[AsyncSession], Awaitable[ResolvedRequest]],
+    *,
+    caller: Caller,
+    state: State,
+    remixed_from: str | None = None,
+) -> Admit:
+    """What makes the job that `order` asks for."""
+    # drawn once: what is run again after a commit whose reply was lost finds the row of the first run
+    video_id = new_video_id()
+    was_run = False
 
     async def admit(session: AsyncSession) -> Job:
-        if isinstance(resolved, InvalidRequest):
-            raise resolved
-        job = (await session.execute(jobs.create(**values))).scalar_one_or_none()
-        return job or await session.get_one(Job, values["id"])
+        nonlocal was_run
+        made = await session.get(Job, video_id) if was_run else None
+        if made is not None:
+            return made
+        was_run = True
+        resolved = await order(session)
+        values = resolved.job_values(state["model"]) | {
+            "id": video_id,
+            "project": caller.project,
+            "max_attempts": state["settings"].max_attempts,
+            "remixed_from": remixed_from,
+        }
+        return (await session.execute(jobs.create(**values))).scalar_one()
 
     return admit
 
@@ -102,10 +175,16 @@ KEY_HEADER = _header(
     "Idempotency-Key", "Makes the request safe to send again", minLength=1, maxLength=MAX_KEY_CHARACTERS
 )
 CANCEL_AFTER_HEADER = _header("Cancel-After", "The deadline as a duration from now, such as 90m")
-VIDEO_BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        media_type: {"schema": VideoRequest.model_json_schema()} for media_type in (JSON, MULTIPART, URLENCODED)
-    },
-}
-"""What the OpenAPI document says of a request that makes a job."""
+
+
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
+    schema = kind.model_json_schema()
+    return {
+        "required": True,
+        "content": {media_type: {"schema": schema} for media_type in (JSON, MULTIPART, URLENCODED)},
+    }
+
+
+VIDEO_BODY = _body(VideoRequest)
+REMIX_BODY = _body(RemixRequest)
+"""What the OpenAPI document says of requests that make a job."""

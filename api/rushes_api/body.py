@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from fastapi import Request
 from rushes_core import strict_json
-from rushes_core.request import printable, shown
+from rushes_core.fields import printable, shown
 from rushes_core.strict_json import DuplicateKey, InvalidJson
 from starlette.requests import ClientDisconnect
 

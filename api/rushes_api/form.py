@@ -8,12 +8,16 @@ from urllib.parse import parse_qsl
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from rushes_core.request import printable, shown
+from rushes_core.fields import printable, shown
 
-INTEGERS = frozenset({"seed", "num_frames"})
+INTEGERS = frozenset({("seed",), ("num_frames",), ("priority",), ("target", "short_edge"), ("retention", "seconds")})
 """Fields whose text is read as an integer: a form has no numbers."""
-OBJECTS = frozenset({"metadata"})
+BOOLEANS = frozenset({("output", "thumbnail")})
+"""Fields whose text is read as true or false."""
+OBJECTS = frozenset({"metadata", "target", "retention", "output"})
 """Fields whose text is read as JSON when it is an object."""
+LISTS = frozenset({"conditions"})
+"""Fields whose text is read as JSON when it is an array."""
 
 _INTEGER_TEXT = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 # what the HTML standard, and the SDK with it, escapes in the name of a part
@@ -210,11 +214,16 @@ def split_name(name: str) -> list[str]:
 def _typed(path: list[str], value: Value, parse_json: Callable[[str], Any]) -> Any:
     if isinstance(value, JsonText):
         return parse_json(value.text)
-    if len(path) == 1 and isinstance(value, str):
-        if path[0] in INTEGERS and _INTEGER_TEXT.fullmatch(value):
-            return int(value)
-        if path[0] in OBJECTS and value.lstrip().startswith("{"):
-            return parse_json(value)
+    if isinstance(value, UploadedFile):
+        return value
+    kind = tuple(path)
+    if kind in INTEGERS and _INTEGER_TEXT.fullmatch(value):
+        return int(value)
+    if kind in BOOLEANS and value in ("true", "false"):
+        return value == "true"
+    opening = "{" if path[0] in OBJECTS else "[" if path[0] in LISTS else None
+    if len(path) == 1 and opening is not None and value.lstrip().startswith(opening):
+        return parse_json(value)
     return value
 
 

@@ -2,149 +2,88 @@
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
+from sqlalchemy import func
 
-from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES, Canvas, canvas_for_size
-from rushes_core.clip import FPS, MAX_SECONDS, MIN_SECONDS, Clip, frames_for
+from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, Canvas, canvas_for_size
+from rushes_core.clip import ADMISSIBLE_FRAMES, FPS, Clip, frames_for
 from rushes_core.errors import InvalidRequest
-from rushes_core.ids import new_video_id
-from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration, parse_moment
+from rushes_core.fields import (
+    AUTO_ASPECT_RATIO,
+    PRIORITIES,
+    Fields,
+    Metadata,
+    Moment,
+    Output,
+    Priority,
+    Prompt,
+    Retention,
+    Seconds,
+    Seed,
+    Size,
+    Target,
+    is_storable,
+    printable,
+    shown,
+)
+from rushes_core.models import Job
+from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration
 from rushes_core.served_model import ServedModel
 
-MAX_SEED = 2**63 - 1
 DEFAULT_SECONDS = "4"
-MAX_METADATA_PAIRS = 16
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
+TASK = "t2va"
+"""What UniServe calls text to video and audio."""
+TASKS = (TASK, "t2av")
+"""Its names: UniServe's, and the one in the checkpoint."""
 
-PRIORITIES = {"interactive": 0, "normal": 1, "bulk": 2}
-
-_SECONDS_TEXT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,9})?", re.ASCII)
-_UNSUPPORTED = (
-    "input_reference",
-    "negative_prompt",
-    "image",
-    "video",
-    "audio",
-    "keyframes",
-    "references",
-    "conditions",
-)
-
-
-def _seconds(value: object) -> str:
-    """The requested duration as text: a plain decimal string, or a JSON number written as one."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise PydanticCustomError("invalid_value", "must be a number of seconds, as a number or a string")
-    text = f"{value:.9f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-    if not _SECONDS_TEXT.fullmatch(text):
-        raise PydanticCustomError(
-            "invalid_value",
-            "must be a decimal number of seconds between {low} and {high}, got {value}",
-            {"low": MIN_SECONDS, "high": MAX_SECONDS, "value": shown(value)},
-        )
-    if not MIN_SECONDS <= float(text) <= MAX_SECONDS:
-        raise PydanticCustomError(
-            "invalid_value",
-            "must be between {low} and {high}, got {value}",
-            {"low": MIN_SECONDS, "high": MAX_SECONDS, "value": text},
-        )
-    return f"{float(text):g}" if float(text) == round(float(text), 4) else text
+_FROM_TEXT = "this checkpoint renders from text alone"
+_NO_WEBHOOKS = "webhooks are not available in this release"
+_NO_USERS = "end users are not told apart; metadata can say who it is for"
+_UNSUPPORTED = {
+    "input_reference": _FROM_TEXT,
+    "negative_prompt": f"{_FROM_TEXT}, without guidance away from another text",
+    "image": _FROM_TEXT,
+    "video": _FROM_TEXT,
+    "audio": _FROM_TEXT,
+    "keyframes": _FROM_TEXT,
+    "references": _FROM_TEXT,
+    "conditions": _FROM_TEXT,
+    "webhook_url": _NO_WEBHOOKS,
+    "callback_url": _NO_WEBHOOKS,
+    "webhook_events": _NO_WEBHOOKS,
+    "user": _NO_USERS,
+    "safety_identifier": _NO_USERS,
+    "extra_body": "its members belong beside prompt, where the openai SDK puts them",
+}
+"""Fields that other services have, and why they are refused here."""
+_OTHER_TASKS = {"fl2va": "keyframes", "ref2va": "references"}
 
 
-def _size(value: object) -> str:
-    if isinstance(value, str) and canvas_for_size(value) is not None:
-        return value
-    raise PydanticCustomError(
-        "unsupported_size",
-        "must be one of {sizes}, got {value}",
-        {"sizes": ", ".join([*(c.size for c in CANVASES), *SIZE_ALIASES]), "value": shown(value)},
-    )
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise PydanticCustomError("invalid_value", "must be a map of strings to strings")
-    pairs = cast("dict[object, object]", value)
-    if len(pairs) > MAX_METADATA_PAIRS:
-        raise PydanticCustomError(
-            "invalid_value",
-            "must have at most {limit} pairs, got {count}",
-            {"limit": MAX_METADATA_PAIRS, "count": len(pairs)},
-        )
-    for key, item in pairs.items():
-        for text, what, limit in ((key, "keys", MAX_METADATA_KEY), (item, "values", MAX_METADATA_VALUE)):
-            if not isinstance(text, str) or len(text) > limit:
-                raise PydanticCustomError(
-                    "invalid_value",
-                    "{what} must be strings of at most {limit} characters, got {value}",
-                    {"what": what, "limit": limit, "value": shown(text)},
-                )
-            if not is_storable(text):
-                raise PydanticCustomError(
-                    "invalid_value", "{what} must be valid Unicode without NUL characters", {"what": what}
-                )
-    return cast("dict[str, str]", pairs)
-
-
-def _moment(value: object) -> datetime:
-    try:
-        return parse_moment(value)
-    except ValueError as error:
-        raise PydanticCustomError(
-            "invalid_value", "{problem}, got {value}", {"problem": str(error), "value": shown(value)}
-        ) from error
-
-
-def _prompt(value: object) -> str:
-    # pydantic's own check of text refuses lone surrogates without naming them; `check_prompt` does
-    if not isinstance(value, str):
-        raise PydanticCustomError("invalid_value", "must be a string, got {value}", {"value": shown(value)})
-    return value
-
-
-def is_storable(text: str) -> bool:
-    """Whether Postgres can hold `text`: no NUL, no lone surrogate."""
-    return "\x00" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def shown(value: object) -> str:
-    """`value` for an error message: short, printable, encodable."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-Moment = Annotated[
-    datetime,
-    BeforeValidator(_moment),
-    WithJsonSchema({"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number"}]}),
-]
-"""A time with its zone, or Unix seconds."""
-
-
-class VideoRequest(BaseModel):
+class VideoRequest(Fields):
     """The body of `POST /v1/videos`. Unknown fields are refused by name; null is the same as absent."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    # Any: the validator has made it a str, and pydantic's own check would not name what is wrong with it
-    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    prompt: Prompt
     model: Annotated[str, Field(max_length=200)] | None = None
-    seconds: Annotated[str, BeforeValidator(_seconds)] | None = None
+    seconds: Seconds | None = None
     num_frames: int | None = None
-    size: Annotated[str, BeforeValidator(_size)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
-    priority: Literal["interactive", "normal", "bulk"] | None = None
+    size: Size | None = None
+    task: Annotated[Any, WithJsonSchema({"enum": list(TASKS)})] = None
+    target: Target | None = None
+    seed: Seed | None = None
+    metadata: Metadata | None = None
+    priority: Priority | None = None
     not_before: Moment | None = None
     deadline: Moment | None = None
+    retention: Retention | None = None
+    output: Output | None = None
 
+    response_format: Annotated[Any, WithJsonSchema({"const": "url"})] = None
     fps: Any = None
     n: Any = None
     guidance_scale: Any = None
@@ -152,6 +91,12 @@ class VideoRequest(BaseModel):
     flow_shift: Any = None
     audio_flow_shift: Any = None
     quality: Any = None
+
+
+class RemixRequest(Fields):
+    """The body of `POST /v1/videos/{id}/remix`: what else there is to say was said of the job that it starts from."""
+
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +114,17 @@ class ResolvedRequest:
     priority: int
     not_before: datetime | None
     deadline: datetime | None
+    retention_seconds: int | None
+    """From acceptance; None: as long as the deployment keeps clips."""
+    output: dict[str, Any]
+    """Members of the field `output`, those that were given."""
 
-    def job_values(self, model: ServedModel, *, project: str, max_attempts: int) -> dict[str, Any]:
-        """The columns of a new job."""
-        times = {"run_at": self.not_before, "deadline_at": self.deadline}
+    def job_values(self, model: ServedModel) -> dict[str, Any]:
+        """The columns of a new job that the request decides."""
+        times: dict[str, Any] = {"run_at": self.not_before, "deadline_at": self.deadline}
+        if self.retention_seconds is not None:
+            times["retain_until"] = func.now() + timedelta(seconds=self.retention_seconds)
         return {
-            "id": new_video_id(),
-            "project": project,
             "model": model.name,
             "prompt": self.prompt,
             "seed": self.seed,
@@ -183,12 +132,13 @@ class ResolvedRequest:
             "height": self.canvas.height,
             "num_frames": self.clip.num_frames,
             "priority": self.priority,
-            "max_attempts": max_attempts,
             "request": {
                 "seconds": self.seconds,
                 "size_requested": self.size_requested,
                 "metadata": self.metadata,
                 **({} if self.not_before is None else {"not_before": self.not_before.timestamp()}),
+                **({} if self.retention_seconds is None else {"retention_seconds": self.retention_seconds}),
+                **({"output": self.output} if self.output else {}),
             },
             **{name: time for name, time in times.items() if time is not None},
         }
@@ -208,11 +158,18 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
-def resolve(body: Mapping[str, Any], model: ServedModel, *, cancel_after: str | None = None) -> ResolvedRequest:
+def resolve(
+    body: Mapping[str, Any],
+    model: ServedModel,
+    *,
+    cancel_after: str | None = None,
+    buckets: Collection[str] = (),
+) -> ResolvedRequest:
     """Check a parsed body against the served model and work out what would be rendered.
 
     Args:
         cancel_after: value of the header `Cancel-After`, which says `deadline` as a duration from now.
+        buckets: names of the buckets that `output` may name.
 
     Raises:
         InvalidRequest: names the field, the value and the limit.
@@ -222,51 +179,98 @@ def resolve(body: Mapping[str, Any], model: ServedModel, *, cancel_after: str | 
     if request.model is not None and request.model != model.name:
         raise ModelNotFound(f"model {shown(request.model)} is not served here; served: {model.name}", param="model")
     _check_fixed(request, model)
-    token_ids = model.tokenizer.encode(request.prompt, max_tokens=model.max_prompt_tokens)
+    _check_task(request.task)
+    num_tokens = count_tokens(request.prompt, model)
     seconds, clip = _duration(request)
     not_before, deadline = _times(request, cancel_after, now=datetime.now(UTC))
     return ResolvedRequest(
         prompt=request.prompt,
-        num_tokens=len(token_ids),
+        num_tokens=num_tokens,
         seed=secrets.randbelow(2**53) if request.seed is None else request.seed,
         clip=clip,
-        canvas=DEFAULT_CANVAS if request.size is None else canvas_for_size(request.size) or DEFAULT_CANVAS,
+        canvas=_canvas(request),
         seconds=seconds,
         size_requested=request.size,
         metadata=request.metadata or {},
         priority=PRIORITIES[request.priority or "normal"],
         not_before=not_before,
         deadline=deadline,
+        retention_seconds=None if request.retention is None else request.retention.seconds,
+        output=_output(request.output, buckets),
+    )
+
+
+def count_tokens(prompt: str, model: ServedModel) -> int:
+    """Tokens of a prompt that the model takes.
+
+    Raises:
+        InvalidRequest: no model should see it, or it is too long for this one.
+    """
+    return len(model.tokenizer.encode(prompt, max_tokens=model.max_prompt_tokens))
+
+
+def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
+    """What `source` asked for with another prompt; its times are not taken over.
+
+    Raises:
+        InvalidRequest: it has a size that is not served any more.
+    """
+    canvas = canvas_for_size(f"{source.width}x{source.height}")
+    if canvas is None or source.num_frames not in ADMISSIBLE_FRAMES:
+        raise InvalidRequest(f"{source.id} has {source.width}x{source.height}, {source.num_frames} frames: not served")
+    asked = source.request
+    size, retention = asked.get("size_requested"), asked.get("retention_seconds")
+    return ResolvedRequest(
+        prompt=prompt,
+        num_tokens=num_tokens,
+        seed=source.seed,
+        clip=Clip(source.num_frames),
+        canvas=canvas,
+        seconds=str(asked.get("seconds", DEFAULT_SECONDS)),
+        size_requested=None if size is None else str(size),
+        metadata=asked.get("metadata") or {},
+        priority=source.priority,
+        not_before=None,
+        deadline=None,
+        retention_seconds=None if retention is None else int(retention),
+        output=asked.get("output") or {},
     )
 
 
 def parse(body: Mapping[str, Any]) -> VideoRequest:
-    """The body as a `VideoRequest`.
+    """The body of a new job.
 
     Raises:
         InvalidRequest: the first thing that is wrong; an `InvalidFields` when there are several.
     """
-    for name in _UNSUPPORTED:
+    for name, reason in _UNSUPPORTED.items():
         if body.get(name) not in (None, "", [], {}):
-            raise InvalidRequest(
-                f"{name} is not supported: this checkpoint renders from text alone",
-                param=name,
-                code="unsupported_input",
-            )
+            raise unsupported(name, reason)
+    return parse_as(VideoRequest, {name: value for name, value in body.items() if name not in _UNSUPPORTED})
+
+
+Kind = TypeVar("Kind", bound=Fields)
+
+
+def parse_as(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
+    """The body as the fields of `kind`.
+
+    Raises:
+        InvalidRequest: as `parse` does.
+    """
     garbled = next((name for name in body if not is_storable(name)), None)
     if garbled is not None:
         raise InvalidRequest(
             f"unknown parameter: {printable(garbled)}", param=printable(garbled), code="unknown_parameter"
         )
-    present = {name: value for name, value in body.items() if value is not None and name not in _UNSUPPORTED}
     try:
-        return VideoRequest.model_validate(present)
+        return kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as error:
         raise refusal(error) from error
 
 
 def refusal(error: ValidationError) -> InvalidRequest:
-    """What a client is told of `error`: the first thing that is wrong; an `InvalidFields` when there are several."""
+    """What is wrong with a body that does not fit its model; an `InvalidFields` when there are several faults."""
     found = [_to_error(detail) for detail in error.errors(include_input=True, include_url=False)]
     if len(found) == 1:
         return found[0]
@@ -280,19 +284,21 @@ def _to_error(detail: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"unknown parameter: {param}", param=param, code="unknown_parameter")
     if kind == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    code = kind if kind in ("unsupported_size",) else "invalid_value"
+    code = kind if kind == "unsupported_size" else "invalid_value"
     message = detail["msg"] if kind in ("invalid_value", "unsupported_size") else _sentence(detail)
     return InvalidRequest(f"{param} {message}", param=param, code=code)
 
 
 def _sentence(detail: ErrorDetails) -> str:
+    if detail["type"] == "model_type":
+        return f"must be an object, got {shown(detail['input'])}"
     message = detail["msg"].removeprefix("Input ").removeprefix("should be ")
     return f"must be {message}, got {shown(detail['input'])}"
 
 
-def printable(text: str) -> str:
-    """`text` with everything that cannot be encoded or printed escaped; at most 200 characters."""
-    return ascii(text)[1:-1][:200] if not text.isascii() or not text.isprintable() else text[:200]
+def unsupported(name: str, reason: str) -> InvalidRequest:
+    """The refusal of an input that exists elsewhere."""
+    return InvalidRequest(f"{name} is not supported: {reason}", param=name, code="unsupported_input")
 
 
 def _check_fixed(request: VideoRequest, model: ServedModel) -> None:
@@ -311,6 +317,17 @@ def _check_fixed(request: VideoRequest, model: ServedModel) -> None:
             raise InvalidRequest(f"{name} is fixed at {wanted:g} by the model, got {shown(value)}", param=name)
     if request.quality not in (None, "standard"):
         raise InvalidRequest(f"quality is fixed at 'standard', got {shown(request.quality)}", param="quality")
+    if request.response_format not in (None, "url"):
+        got = shown(request.response_format)
+        raise unsupported("response_format", f"a clip is fetched from its content_url, 'url', not {got}")
+
+
+def _check_task(task: object) -> None:
+    if task is None or task in TASKS:
+        return
+    if isinstance(task, str) and task in _OTHER_TASKS:
+        raise unsupported("task", f"{task} renders from {_OTHER_TASKS[task]}; {_FROM_TEXT}: {TASK}")
+    raise InvalidRequest(f"task must be {' or '.join(TASKS)}, got {shown(task)}", param="task")
 
 
 def _number(value: object) -> float | None:
@@ -320,20 +337,56 @@ def _number(value: object) -> float | None:
 
 
 def _duration(request: VideoRequest) -> tuple[str, Clip]:
+    target = request.target.duration_seconds if request.target else None
+    seconds = request.seconds or target
+    if request.seconds and target and float(request.seconds) != float(target):
+        raise _disagreement(
+            f"seconds {request.seconds} and target.duration_seconds {target}", "target.duration_seconds"
+        )
     if request.num_frames is None:
-        seconds = request.seconds or DEFAULT_SECONDS
+        seconds = seconds or DEFAULT_SECONDS
         return seconds, Clip.for_seconds(float(seconds))
     try:
         clip = Clip.for_frames(request.num_frames)
     except ValueError as error:
         raise InvalidRequest(str(error), param="num_frames") from error
-    if request.seconds is None:
+    if seconds is None:
         return f"{request.num_frames / FPS:.4f}".rstrip("0").rstrip("."), clip
-    if frames_for(round(float(request.seconds) * FPS)) != clip.num_frames:
+    if frames_for(round(float(seconds) * FPS)) != clip.num_frames:
+        name = "seconds" if request.seconds else "target.duration_seconds"
+        raise _disagreement(f"num_frames {request.num_frames} and {name} {seconds}", "num_frames")
+    return seconds, clip
+
+
+def _canvas(request: VideoRequest) -> Canvas:
+    target = request.target or Target()
+    aspect_ratio = DEFAULT_CANVAS.aspect_ratio if target.aspect_ratio == AUTO_ASPECT_RATIO else target.aspect_ratio
+    if request.size is None:
+        wanted = (target.short_edge or DEFAULT_CANVAS.short_edge, aspect_ratio or DEFAULT_CANVAS.aspect_ratio)
+        return next(canvas for canvas in CANVASES if (canvas.short_edge, canvas.aspect_ratio) == wanted)
+    canvas = canvas_for_size(request.size) or DEFAULT_CANVAS
+    for name, wanted, given in (
+        ("short_edge", canvas.short_edge, target.short_edge),
+        ("aspect_ratio", canvas.aspect_ratio, aspect_ratio),
+    ):
+        if given not in (None, wanted):
+            raise _disagreement(f"size {request.size} and target.{name} {given}", f"target.{name}")
+    return canvas
+
+
+def _disagreement(what: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{what} ask for different clips", param=param)
+
+
+def _output(output: Output | None, buckets: Collection[str]) -> dict[str, Any]:
+    if output is None:
+        return {}
+    if output.bucket is not None and output.bucket not in buckets:
         raise InvalidRequest(
-            f"num_frames {request.num_frames} and seconds {request.seconds} ask for different clips", param="num_frames"
+            f"output.bucket {shown(output.bucket)} is not one that this deployment lets requests name",
+            param="output.bucket",
         )
-    return request.seconds, clip
+    return output.model_dump(exclude_none=True)
 
 
 def _times(

@@ -186,7 +186,8 @@ class TestKey:
     ) -> None:
         monkeypatch.setitem(database._CONNECT_ARGS, "options", "-c lock_timeout=100ms -c timezone=UTC")
         with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
-            caller = client.app_state["keys"].caller([AUTHORIZED["Authorization"]])
+            assert client.portal is not None
+            caller = client.portal.call(client.app_state["keys"].caller, [AUTHORIZED["Authorization"]])
             taken = {"project": caller.project, "api_key": caller.api_key, "route": "POST /v1/videos", "key": key}
             with Session(driver.engine) as session:
                 session.execute(insert(IdempotencyKey).values(**taken, fingerprint=""))

@@ -209,7 +209,7 @@ class TestLoop:
     ) -> None:
         inline: list[bool] = []
 
-        def resolve(body: dict[str, Any], model: ServedModel, *, cancel_after: str | None) -> None:
+        def resolve(body: dict[str, Any], model: ServedModel, **options: object) -> None:
             try:
                 asyncio.get_running_loop()
             except RuntimeError:

@@ -1,13 +1,16 @@
 """One door for every kind of body: JSON, multipart and URL-encoded forms."""
 
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
+from urllib.parse import urlencode
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rushes_api.body import MAX_DEPTH, MAX_MEMBERS, parse_body
 from rushes_api.errors import ApiError, UnsupportedMedia
-from rushes_api.form import UploadedFile, assemble, split_name
+from rushes_api.form import BOOLEANS, INTEGERS, OBJECTS, UploadedFile, assemble, split_name
+from rushes_core.fields import Fields
+from rushes_core.request import VideoRequest
 from support.api import multipart
 
 JSON = ["application/json"]
@@ -147,6 +150,64 @@ class TestMultipart:
     def test_json_text_in_a_field_is_read(self) -> None:
         assert parsed_parts(("prompt", "{}"), ("metadata", '{"a": "b"}')) == {"prompt": "{}", "metadata": {"a": "b"}}
         assert parsed_parts(("seed", "12"), headers={"Content-Type": "application/json"}) == {"seed": 12}
+
+    def test_the_text_of_a_field_is_what_the_field_holds(self) -> None:
+        flat = {
+            "seed": "7",
+            "num_frames": "124",
+            "priority": "50",
+            "target[short_edge]": "480",
+            "target[aspect_ratio]": "1:1",
+            "target[duration_seconds]": "5.5",
+            "retention[seconds]": "3600",
+            "output[thumbnail]": "true",
+            "output[key_prefix]": "12",
+        }
+        assert parsed_parts(*flat.items()) == {
+            "seed": 7,
+            "num_frames": 124,
+            "priority": 50,
+            "target": {"short_edge": 480, "aspect_ratio": "1:1", "duration_seconds": "5.5"},
+            "retention": {"seconds": 3_600},
+            "output": {"thumbnail": True, "key_prefix": "12"},
+        }
+
+    def test_every_field_that_a_form_must_convert_is_converted(self) -> None:
+        fields = {name: field.annotation for name, field in VideoRequest.model_fields.items()}
+        found = {int: set[tuple[str, ...]](), bool: set[tuple[str, ...]]()}
+        objects = {"metadata"}
+        for name, annotation in fields.items():
+            for kind in get_args(annotation) or (annotation,):
+                kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+                if isinstance(kind, type) and issubclass(kind, Fields):
+                    objects.add(name)
+                    for inner, field in kind.model_fields.items():
+                        for one in get_args(field.annotation) or (field.annotation,):
+                            one = get_args(one)[0] if get_origin(one) is Annotated else one
+                            if one in found:
+                                found[one].add((name, inner))
+                elif kind in found:
+                    found[kind].add((name,))
+        # a number is one of the two things that a priority may be
+        assert found == {int: set(INTEGERS) - {("priority",)}, bool: set(BOOLEANS)}
+        assert objects == set(OBJECTS)
+
+    @pytest.mark.parametrize("text", ["True", "1", "yes", "", " true"])
+    def test_only_two_words_are_true_or_false(self, text: str) -> None:
+        assert parsed_parts(("output[thumbnail]", text)) == {"output": {"thumbnail": text}}
+
+    @pytest.mark.parametrize(
+        ("name", "text", "value"),
+        [
+            ("target", '{"short_edge": 480, "duration_seconds": 5.5}', {"short_edge": 480, "duration_seconds": 5.5}),
+            ("retention", ' {"seconds": 3600}', {"seconds": 3_600}),
+            ("output", '{"thumbnail": true}', {"thumbnail": True}),
+            ("conditions", "[]", []),
+        ],
+    )
+    def test_json_text_of_any_object_is_read(self, name: str, text: str, value: object) -> None:
+        assert parsed_parts((name, text)) == {name: value}
+        assert parsed(urlencode({name: text}), FORM) == {name: value}
 
     def test_broken_json_text_in_a_field_is_refused(self) -> None:
         body, headers = multipart(("metadata", '{"a": "b", "a": "c"}'))

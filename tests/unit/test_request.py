@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rushes_core.errors import InvalidRequest
-from rushes_core.request import InvalidFields, ModelNotFound, ResolvedRequest, resolve
+from rushes_core.request import InvalidFields, ModelNotFound, ResolvedRequest, VideoRequest, resolve
 from rushes_core.served_model import ServedModel
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
@@ -238,9 +238,7 @@ class TestFixedByTheModel:
 
 
 class TestFieldsThatDoNotExist:
-    @pytest.mark.parametrize(
-        "name", ["secnds", "Prompt", "num_frame", "extra_body.foo", "extra_body", "response_format", "", "seed "]
-    )
+    @pytest.mark.parametrize("name", ["secnds", "Prompt", "num_frame", "extra_body.foo", "width", "", "seed "])
     def test_they_are_refused_by_name(self, model: ServedModel, name: str) -> None:
         error = refused(model, **{name: "x"})
         assert error.code == "unknown_parameter"
@@ -249,14 +247,39 @@ class TestFieldsThatDoNotExist:
     def test_a_name_that_cannot_be_encoded_is_escaped(self, model: ServedModel) -> None:
         assert refused(model, **{"\ud800\x00": 1}).param == r"\ud800\x00"
 
-    @pytest.mark.parametrize("name", ["input_reference", "negative_prompt", "conditions", "image", "keyframes"])
-    def test_inputs_that_the_checkpoint_lacks_are_named_as_such(self, model: ServedModel, name: str) -> None:
-        error = refused(model, **{name: "x"})
+    @pytest.mark.parametrize(
+        ("name", "value", "reason"),
+        [
+            ("input_reference", "x", "renders from text alone"),
+            ("negative_prompt", "x", "renders from text alone"),
+            ("conditions", [{"type": "image", "uri": "https://a.example/b.png"}], "renders from text alone"),
+            ("image", "x", "renders from text alone"),
+            ("keyframes", ["x"], "renders from text alone"),
+            ("webhook_url", "https://a.example", "webhooks are not available in this release"),
+            ("callback_url", "https://a.example", "webhooks are not available in this release"),
+            ("webhook_events", ["video.completed"], "webhooks are not available in this release"),
+            ("user", "u-1", "metadata"),
+            ("safety_identifier", "u-1", "metadata"),
+            ("extra_body", {"seed": 1}, "beside prompt"),
+            ("response_format", "b64_json", "content_url"),
+            ("response_format", 1, "content_url"),
+            ("task", "fl2va", "keyframes"),
+            ("task", "ref2va", "references"),
+        ],
+    )
+    def test_what_exists_elsewhere_is_refused_with_the_reason(
+        self, model: ServedModel, name: str, value: object, reason: str
+    ) -> None:
+        error = refused(model, **{name: value})
         assert (error.param, error.code) == (name, "unsupported_input")
+        assert reason in str(error)
 
     @pytest.mark.parametrize("value", [None, "", [], {}])
     def test_such_an_input_may_be_empty(self, model: ServedModel, value: object) -> None:
-        resolved(model, negative_prompt=value, conditions=value)
+        resolved(model, negative_prompt=value, conditions=value, webhook_url=value)
+
+    def test_the_only_format_of_a_response_may_be_restated(self, model: ServedModel) -> None:
+        resolved(model, response_format="url")
 
 
 def test_several_faults_are_reported_together(model: ServedModel) -> None:
@@ -265,14 +288,194 @@ def test_several_faults_are_reported_together(model: ServedModel) -> None:
     assert {entry["loc"][0] for entry in error.details} == {"seed", "size", "secnds"}
 
 
-def test_priority_is_one_of_three_words(model: ServedModel) -> None:
-    assert [resolved(model, priority=word).priority for word in ("interactive", None, "bulk")] == [0, 1, 2]
-    assert refused(model, priority="urgent").param == "priority"
+class TestPriority:
+    def test_it_is_one_of_three_words(self, model: ServedModel) -> None:
+        assert [resolved(model, priority=word).priority for word in ("interactive", None, "bulk")] == [0, 1, 2]
+
+    @pytest.mark.parametrize(("number", "priority"), [(0, 2), (32, 2), (33, 1), (66, 1), (67, 0), (100, 0)])
+    def test_or_a_number_that_stands_for_one(self, model: ServedModel, number: int, priority: int) -> None:
+        assert resolved(model, priority=number).priority == priority
+
+    @pytest.mark.parametrize("value", ["urgent", "", "50", -1, 101, 50.0, True, [50], 10**400])
+    def test_anything_else_is_refused_with_both(self, model: ServedModel, value: object) -> None:
+        error = refused(model, priority=value)
+        assert (error.param, error.code) == ("priority", "invalid_value")
+        assert "one of interactive, normal, bulk or a whole number from 0 to 100" in str(error)
+
+
+class TestTarget:
+    """UniServe's MiniMax-H3 body says the same in other words."""
+
+    def test_it_says_size_and_duration(self, model: ServedModel) -> None:
+        target = {"short_edge": 480, "aspect_ratio": "9:16", "duration_seconds": 5}
+        found = resolved(model, task="t2va", target=target, conditions=[], seed=1000)
+        assert (found.canvas.size, found.seconds, found.clip.num_frames, found.seed) == ("480x832", "5", 124, 1000)
+        assert found.size_requested is None
+
+    @pytest.mark.parametrize(
+        ("target", "size", "seconds"),
+        [
+            ({}, "1344x768", "4"),
+            ({"short_edge": 480}, "832x480", "4"),
+            ({"aspect_ratio": "21:9"}, "1536x672", "4"),
+            ({"aspect_ratio": "auto", "duration_seconds": "5.5"}, "1344x768", "5.5"),
+            ({"short_edge": None, "aspect_ratio": None, "duration_seconds": None}, "1344x768", "4"),
+        ],
+    )
+    def test_what_it_leaves_out_is_as_without_it(
+        self, model: ServedModel, target: dict[str, object], size: str, seconds: str
+    ) -> None:
+        found = resolved(model, target=target)
+        assert (found.canvas.size, found.seconds) == (size, seconds)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"size": "1280x720", "target": {"short_edge": 768, "aspect_ratio": "16:9"}},
+            {"size": "832x480", "target": {"short_edge": 480}},
+            {"size": "1344x768", "target": {"aspect_ratio": "auto"}},
+            {"seconds": "5", "target": {"duration_seconds": 5.0}},
+            {"num_frames": 124, "target": {"duration_seconds": 5}},
+            {"size": "480x480", "target": {"duration_seconds": 5}},
+        ],
+        ids=str,
+    )
+    def test_both_may_be_given_if_they_agree(self, model: ServedModel, body: dict[str, Any]) -> None:
+        resolved(model, **body)
+
+    @pytest.mark.parametrize(
+        ("body", "named"),
+        [
+            ({"size": "1280x720", "target": {"short_edge": 480}}, ("size 1280x720", "target.short_edge 480")),
+            ({"size": "480x480", "target": {"aspect_ratio": "16:9"}}, ("size 480x480", "target.aspect_ratio 16:9")),
+            ({"size": "480x480", "target": {"aspect_ratio": "auto"}}, ("size 480x480", "target.aspect_ratio 16:9")),
+            ({"seconds": "5", "target": {"duration_seconds": 6}}, ("seconds 5", "target.duration_seconds 6")),
+            ({"num_frames": 124, "target": {"duration_seconds": 6}}, ("num_frames 124", "target.duration_seconds 6")),
+        ],
+        ids=str,
+    )
+    def test_both_are_named_if_they_do_not(
+        self, model: ServedModel, body: dict[str, Any], named: tuple[str, str]
+    ) -> None:
+        error = refused(model, **body)
+        assert error.code == "invalid_value"
+        assert all(name in str(error) for name in (*named, "different clips"))
+
+    @pytest.mark.parametrize(
+        ("target", "param", "reason"),
+        [
+            ({"short_edge": 720}, "target.short_edge", "must be one of 768, 480, got 720"),
+            ({"short_edge": "768"}, "target.short_edge", "must be one of 768, 480"),
+            ({"short_edge": True}, "target.short_edge", "must be one of"),
+            ({"aspect_ratio": "2:1"}, "target.aspect_ratio", "auto, 21:9, 16:9, 4:3, 1:1, 3:4, 9:16"),
+            ({"aspect_ratio": ["16:9"]}, "target.aspect_ratio", "must be one of"),
+            ({"duration_seconds": 16}, "target.duration_seconds", "between 4 and 15, got 16"),
+            ({"fps": 24}, "target.fps", "unknown parameter"),
+            ("16:9", "target", "must be an object"),
+            ([], "target", "must be an object"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong_with_it_is_named(self, model: ServedModel, target: object, param: str, reason: str) -> None:
+        error = refused(model, target=target)
+        assert error.param == param
+        assert reason in str(error)
+
+    @pytest.mark.parametrize("task", ["t2va", "t2av"])
+    def test_the_task_may_be_restated(self, model: ServedModel, task: str) -> None:
+        resolved(model, task=task)
+
+    @pytest.mark.parametrize("task", ["", "t2v", 1, ["t2va"], {"t2va": 1}])
+    def test_another_task_is_refused(self, model: ServedModel, task: object) -> None:
+        error = refused(model, task=task)
+        assert (error.param, "must be t2va or t2av" in str(error)) == ("task", True)
+
+
+class TestRetention:
+    @pytest.mark.parametrize("retention", [{"anchor": "created_at", "seconds": 3_600}, {"seconds": 2_592_000}])
+    def test_it_is_counted_from_acceptance(self, model: ServedModel, retention: dict[str, Any]) -> None:
+        values = resolved(model, retention=retention).job_values(model)
+        assert values["request"]["retention_seconds"] == retention["seconds"]
+        assert "retain_until" in values
+
+    def test_without_it_the_deployment_decides(self, model: ServedModel) -> None:
+        assert "retain_until" not in resolved(model).job_values(model)
+
+    @pytest.mark.parametrize(
+        ("retention", "param", "reason"),
+        [
+            ({"seconds": 3_599}, "retention.seconds", "greater than or equal to 3600, got 3599"),
+            ({"seconds": 2_592_001}, "retention.seconds", "less than or equal to 2592000"),
+            ({"seconds": "3600"}, "retention.seconds", "integer"),
+            ({"seconds": 3_600.0}, "retention.seconds", "integer"),
+            ({"seconds": True}, "retention.seconds", "integer"),
+            ({"anchor": "created_at"}, "retention.seconds", "required"),
+            ({"anchor": "completed_at", "seconds": 3_600}, "retention.anchor", "'created_at'"),
+            ({"days": 1, "seconds": 3_600}, "retention.days", "unknown parameter"),
+            (3_600, "retention", "must be an object"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong_with_it_is_named(
+        self, model: ServedModel, retention: object, param: str, reason: str
+    ) -> None:
+        error = refused(model, retention=retention)
+        assert error.param == param
+        assert reason in str(error)
+
+
+class TestOutput:
+    def test_what_is_given_goes_to_the_worker(self, model: ServedModel) -> None:
+        output = {"thumbnail": False, "key_prefix": "acme/spots-2026/a.b", "bucket": "masters"}
+        found = resolve({"prompt": "a dog", "output": output}, model, buckets=["clips", "masters"])
+        assert found.job_values(model)["request"]["output"] == output
+
+    @pytest.mark.parametrize("output", [None, {}, {"thumbnail": None}])
+    def test_without_it_nothing_is_said(self, model: ServedModel, output: object) -> None:
+        assert "output" not in resolved(model, output=output).job_values(model)["request"]
+
+    @pytest.mark.parametrize(
+        "prefix",
+        [
+            "",
+            "/a",
+            "a/",
+            "a//b",
+            ".",
+            "..",
+            "../a",
+            "a/../b",
+            "a/.b",
+            "a b",
+            "a\\b",
+            "a%2Fb",
+            "é",
+            "a\n",
+            "\x00",
+            "a" * 201,
+            1,
+        ],
+    )
+    def test_a_prefix_is_a_plain_relative_path(self, model: ServedModel, prefix: object) -> None:
+        error = refused(model, output={"key_prefix": prefix})
+        assert error.param == "output.key_prefix"
+        assert "relative path of at most 200 characters" in str(error)
+
+    def test_a_bucket_is_one_that_the_operator_named(self, model: ServedModel) -> None:
+        error = refused(model, output={"bucket": "somebody-elses"})
+        assert (error.param, error.code) == ("output.bucket", "invalid_value")
+
+    @pytest.mark.parametrize(
+        ("output", "param"),
+        [({"thumbnail": "true"}, "output.thumbnail"), ({"format": "webm"}, "output.format"), ([], "output")],
+    )
+    def test_what_is_wrong_with_it_is_named(self, model: ServedModel, output: object, param: str) -> None:
+        assert refused(model, output=output).param == param
 
 
 def test_the_row_holds_what_was_asked_and_what_is_served(model: ServedModel) -> None:
     found = resolved(model, size="720x1280", seconds=5, seed=7, metadata={"a": "b"})
-    values = found.job_values(model, project="default", max_attempts=3)
+    values = found.job_values(model)
     assert values["request"] == {"seconds": "5", "size_requested": "720x1280", "metadata": {"a": "b"}}
     assert (values["width"], values["height"], values["num_frames"], values["seed"]) == (768, 1344, 124, 7)
 
@@ -282,9 +485,9 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(
-    ["prompt", "model", "seconds", "num_frames", "size", "seed", "metadata", "priority", "fps", "n", "quality", "image"]
-) | st.text(st.characters(codec=None), max_size=8)
+names = st.sampled_from([*VideoRequest.model_fields, "image", "conditions", "webhook_url", "extra_body"]) | st.text(
+    st.characters(codec=None), max_size=8
+)
 
 
 @given(body=st.dictionaries(names, json_values, max_size=5))
@@ -303,11 +506,11 @@ def iso(**ahead: float) -> str:
 class TestTimes:
     def test_they_become_columns_of_the_job(self, model: ServedModel) -> None:
         request = resolved(model, not_before=iso(hours=1), deadline=iso(hours=2))
-        values = request.job_values(model, project="default", max_attempts=3)
+        values = request.job_values(model)
         assert (values["run_at"], values["deadline_at"]) == (request.not_before, request.deadline)
 
     def test_without_them_the_database_decides(self, model: ServedModel) -> None:
-        values = resolved(model).job_values(model, project="default", max_attempts=3)
+        values = resolved(model).job_values(model)
         assert not {"run_at", "deadline_at"} & values.keys()
 
     def test_a_start_that_is_past_is_now(self, model: ServedModel) -> None:

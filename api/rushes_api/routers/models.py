@@ -6,17 +6,22 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES
 from rushes_core.clip import ADMISSIBLE_FRAMES, AUDIO_SAMPLE_RATE, FPS, MAX_SECONDS, MIN_SECONDS
-from rushes_core.prompt import MAX_PROMPT_CHARACTERS
-from rushes_core.request import (
-    DEFAULT_SECONDS,
+from rushes_core.fields import (
+    ASPECT_RATIOS,
+    AUTO_ASPECT_RATIO,
     MAX_METADATA_KEY,
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE,
+    MAX_RETENTION_SECONDS,
     MAX_SEED,
+    MIN_RETENTION_SECONDS,
+    MIN_URGENCY,
     PRIORITIES,
-    ModelNotFound,
+    SHORT_EDGES,
     shown,
 )
+from rushes_core.prompt import MAX_PROMPT_CHARACTERS
+from rushes_core.request import DEFAULT_SECONDS, TASKS, ModelNotFound
 
 from rushes_api.content import VARIANTS
 from rushes_api.deps import AppState, CurrentProject, State, query
@@ -83,6 +88,11 @@ async def get_capabilities(project: CurrentProject, state: AppState, parameters:
             "max_value_characters": MAX_METADATA_VALUE,
         },
         "priorities": list(PRIORITIES),
+        "priority_numbers": {word: {"min": least} for word, least in MIN_URGENCY.items()},
+        "tasks": list(TASKS),
+        "target": {"short_edge": SHORT_EDGES, "aspect_ratio": [AUTO_ASPECT_RATIO, *ASPECT_RATIOS]},
+        "retention_seconds": {"min": MIN_RETENTION_SECONDS, "max": MAX_RETENTION_SECONDS},
+        "response_formats": ["url"],
         "fixed": {
             "n": 1,
             "fps": FPS,

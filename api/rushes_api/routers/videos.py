@@ -56,7 +56,7 @@ async def create_video(
     view: CurrentView,
 ) -> Response:
     """Accept a job. It is committed before this is answered."""
-    admit = admission(sent.resolved, caller=caller, state=state)
+    admit = admission(sent.order, caller=caller, state=state)
 
     async def accept(session: AsyncSession) -> Video:
         return view.video(await admit(session))
