@@ -44,11 +44,12 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _EXPOSED = (
     "Accept-Ranges, Content-Disposition, Content-Length, Content-Range, ETag, Idempotent-Replayed, Retry-After, "
-    "openai-poll-after-ms, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    "x-request-id, x-should-retry"
+    "Preference-Applied, openai-poll-after-ms, x-inference-time-s, x-model, x-ratelimit-limit-requests, "
+    "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-request-id, x-should-retry, x-video-id"
 )
 _ALLOWED_HEADERS = (
-    "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Range, X-Request-Id"
+    "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Last-Event-ID, Prefer, Range, "
+    "X-Request-Id"
 )
 _ALLOWED_METHODS = "GET, HEAD, POST, PATCH, DELETE, OPTIONS"
 _HEADER_LIST = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}", re.ASCII)
@@ -174,9 +175,10 @@ class _Exchange:
 
         async def noting() -> Message:
             self.waits_for_client = True
-            message = await receive()
-            self.waits_for_client = False
-            return message
+            try:
+                return await receive()
+            finally:
+                self.waits_for_client = False
 
         return noting
 
