@@ -22,7 +22,7 @@ from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
 from rushes_api.pulse import beating
 from rushes_api.readiness import Readiness
-from rushes_api.routers import actions, api_keys, content, events, health, models, projects, videos
+from rushes_api.routers import actions, api_keys, content, events, health, models, projects, sync, videos
 from rushes_api.watch import watching
 
 log = get_logger(__name__)
@@ -85,7 +85,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
     errors.install(app)
-    for module in (health, models, videos, actions, events, content, projects, api_keys):
+    for module in (health, models, videos, actions, sync, events, content, projects, api_keys):
         app.include_router(module.router)
     return app
 

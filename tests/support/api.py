@@ -212,6 +212,11 @@ class ThreadedApi:
         wait_until(lambda: self._server.started)
         return self
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What its requests see."""
+        return self._server.lifespan.state
+
     def __exit__(self, *exception: object) -> None:
         self._server.should_exit = True
         self._thread.join(20)

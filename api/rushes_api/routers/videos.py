@@ -11,8 +11,9 @@ from rushes_core.models import Job
 from rushes_core.states import JobState, states_with_status
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, admission
+from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
 from rushes_api.answer import answer
+from rushes_api.auth import Caller
 from rushes_api.deps import (
     AppState,
     CurrentCaller,
@@ -20,6 +21,7 @@ from rushes_api.deps import (
     CurrentProject,
     NoQuery,
     Session,
+    State,
     WellFormedId,
     no_such_video,
     query,
@@ -27,7 +29,8 @@ from rushes_api.deps import (
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.video import Video, is_held, poll_after_ms
-from rushes_api.view import CurrentView
+from rushes_api.view import CurrentView, View
+from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -42,7 +45,7 @@ class VideoDeleted(BaseModel):
     deleted: bool
 
 
-_CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
+_CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER, PREFER_HEADER], "requestBody": VIDEO_BODY}
 
 
 @router.post("", response_model=Video, openapi_extra=_CREATE)
@@ -54,9 +57,18 @@ async def create_video(
     sent: SentVideo,
     state: AppState,
     view: CurrentView,
+    seconds: PreferredWait,
 ) -> Response:
     """Accept a job. It is committed before this is answered."""
-    admit = admission(sent.order, caller=caller, state=state)
+    response = await accepted(request, caller=caller, key=key, sent=sent, state=state, view=view)
+    return await answer_later(response, seconds, request=request, caller=caller, state=state, view=view)
+
+
+async def accepted(
+    request: Request, *, caller: Caller, key: str | None, sent: Submission, state: State, view: View
+) -> Response:
+    """Accept a job and answer with it, or as the same request was answered before."""
+    admit = admission(sent.resolved, caller=caller, state=state)
 
     async def accept(session: AsyncSession) -> Video:
         return view.video(await admit(session))
@@ -78,7 +90,12 @@ async def list_videos(
     return answer(VideoList.of(rows, view.video, limit=wanted.limit))
 
 
-@router.get("/{video_id}", response_model=Video)
+@router.get(
+    "/{video_id}",
+    response_model=Video,
+    dependencies=[WAIT_FIRST],
+    openapi_extra={"parameters": [PREFER_HEADER]},
+)
 async def get_video(job: CurrentJob, parameters: NoQuery, state: AppState, view: CurrentView) -> Response:
     waits = job.state is JobState.QUEUED and not is_held(job)
     num_ahead = await state["lookup"].num_ahead(job) if waits else None

@@ -1,0 +1,293 @@
+"""Answers that wait for the end of a job: `Prefer: wait=N` and `/v1/videos/sync`."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rushes_api.waiting import preferred_wait
+from rushes_core.ids import new_video_id
+from rushes_core.settings import ContentDelivery, Settings
+from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver, ThreadedApi
+from support.checkpoints import tiny_checkpoint
+from support.stack import SharedStack
+from support.waiting import wait_until
+from support.worker import SCRIPTED, Jobs, Worker
+
+REQUEST = {"prompt": "a dog", "size": "480x480"}
+
+
+@pytest.fixture(scope="module")
+def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("wait")), api_key=API_KEY)
+
+
+@pytest.fixture(scope="module")
+def api(api_settings: Settings) -> Iterator[ThreadedApi]:
+    with ThreadedApi(api_settings) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def http(api: ThreadedApi) -> Iterator[httpx.Client]:
+    with connected(api.url) as client:
+        yield client
+
+
+def connected(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers=AUTHORIZED, timeout=60, trust_env=False)
+
+
+@pytest.fixture(scope="module")
+def later() -> Iterator[Callable[..., "Future[httpx.Response]"]]:
+    """Starts a request and goes on."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def num_waiting(api: ThreadedApi) -> int:
+    found: int = api.state["watcher"].num_waiting
+    return found
+
+
+def queued(http: httpx.Client) -> dict[str, Any]:
+    """The newest video."""
+    newest: dict[str, Any] = http.get("/v1/videos", params={"limit": 1}).json()["data"][0]
+    return newest
+
+
+class TestPreferences:
+    @pytest.mark.parametrize(
+        ("sent", "seconds"),
+        [
+            (["wait=1"], 1),
+            (["wait=60"], 60),
+            (["Wait = 5"], 5),
+            (['wait="7"'], 7),
+            (["respond-async, wait=3"], 3),
+            (["respond-async", "wait=3"], 3),
+            (['foo="a,wait=9"; bar, wait=4; x=y'], 4),
+            (["wait=4, wait=5"], 4),
+            ([], None),
+            (["wait"], None),
+            (["wait="], None),
+            (["wait=0"], None),
+            (["wait=61"], None),
+            (["wait=-1"], None),
+            (["wait=1.5"], None),
+            (["wait=٣"], None),
+            (["wait=x, wait=5"], None),
+            (["waiting=5"], None),
+            (['"wait=5'], 5),
+        ],
+    )
+    def test_only_a_wait_that_is_served_counts(self, sent: list[str], seconds: int | None) -> None:
+        assert preferred_wait(sent) == seconds
+
+
+class TestPrefer:
+    def test_a_new_job_is_answered_when_it_has_ended(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        answer = later(http.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
+        wait_until(lambda: num_waiting(api))
+        driver.complete(queued(http)["id"], b"clip", tmp_path)
+        response = answer.result()
+        assert response.headers["preference-applied"] == "wait=60"
+        assert response.json()["status"] == "completed"
+        assert response.json()["output"]["bytes"] == 4
+
+    def test_a_job_that_goes_on_is_answered_when_the_time_has_passed(self, http: httpx.Client) -> None:
+        response = http.post("/v1/videos", json=REQUEST, headers={"Prefer": "wait=1"})
+        assert (response.status_code, response.json()["status"]) == (200, "queued")
+        assert response.headers["preference-applied"] == "wait=1"
+
+    def test_a_job_is_looked_at_again_when_the_time_has_passed(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, later: Callable[..., Any]
+    ) -> None:
+        video_id = http.post("/v1/videos", json=REQUEST).json()["id"]
+        answer = later(http.get, f"/v1/videos/{video_id}", headers={"Prefer": "wait=3"})
+        wait_until(lambda: num_waiting(api))
+        driver.report(driver.start(video_id), phase="denoising", completed_steps=2, progress=20)
+        assert answer.result().json()["progress_detail"]["completed_steps"] == 2
+
+    def test_a_job_that_has_ended_is_not_waited_for(self, http: httpx.Client) -> None:
+        video_id = http.post("/v1/videos", json=REQUEST).json()["id"]
+        http.post(f"/v1/videos/{video_id}/cancel").raise_for_status()
+        response = http.get(f"/v1/videos/{video_id}", headers={"Prefer": "wait=60"})
+        assert response.json()["status"] == "cancelled"
+        assert "preference-applied" in response.headers
+
+    def test_a_job_that_is_deleted_meanwhile_is_gone(
+        self, http: httpx.Client, api: ThreadedApi, later: Callable[..., Any]
+    ) -> None:
+        video_id = http.post("/v1/videos", json=REQUEST).json()["id"]
+        answer = later(http.get, f"/v1/videos/{video_id}", headers={"Prefer": "wait=60"})
+        wait_until(lambda: num_waiting(api))
+        http.delete(f"/v1/videos/{video_id}").raise_for_status()
+        assert answer.result().status_code == 410
+
+    def test_what_is_not_there_is_not_waited_for(self, http: httpx.Client) -> None:
+        for video_id in (new_video_id(), "video_x"):
+            response = http.get(f"/v1/videos/{video_id}", headers={"Prefer": "wait=60"})
+            assert response.status_code == 404
+            assert "preference-applied" not in response.headers
+
+    def test_the_answer_that_a_key_keeps_is_the_immediate_one(
+        self, http: httpx.Client, api: ThreadedApi, later: Callable[..., Any]
+    ) -> None:
+        sent = {"Idempotency-Key": "waits", "Prefer": "wait=60"}
+        answer = later(http.post, "/v1/videos", json=REQUEST, headers=sent)
+        wait_until(lambda: num_waiting(api))
+        video_id = queued(http)["id"]
+        http.post(f"/v1/videos/{video_id}/cancel").raise_for_status()
+        assert answer.result().json()["status"] == "cancelled"
+        kept = http.post("/v1/videos", json=REQUEST, headers={"Idempotency-Key": "waits"})
+        assert (kept.json()["id"], kept.json()["status"]) == (video_id, "queued")
+        again = http.post("/v1/videos", json=REQUEST, headers=sent)
+        assert (again.json()["id"], again.json()["status"]) == (video_id, "cancelled")
+        assert again.headers["idempotent-replayed"] == "true"
+
+    def test_who_finds_no_seat_is_answered_at_once(self, api_settings: Settings) -> None:
+        full = api_settings.model_copy(update={"api_max_waiting_per_key": 1})
+        with ThreadedApi(full) as api, connected(api.url) as client:
+            video_id = client.post("/v1/videos", json=REQUEST).json()["id"]
+            with client.stream("GET", f"/v1/videos/{video_id}/events"):
+                wait_until(lambda: num_waiting(api))
+                for response in (
+                    client.post("/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"}),
+                    client.get(f"/v1/videos/{video_id}", headers={"Prefer": "wait=60"}),
+                ):
+                    assert (response.status_code, response.json()["status"]) == (200, "queued")
+                    assert "preference-applied" not in response.headers
+
+    def test_a_client_that_goes_away_leaves_its_seat(self, http: httpx.Client, api: ThreadedApi) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"}, timeout=1)
+        wait_until(lambda: not num_waiting(api))
+
+    def test_no_connection_is_held_while_requests_wait(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, later: Callable[..., Any]
+    ) -> None:
+        waiting = [later(http.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"}) for _ in range(3)]
+        wait_until(lambda: num_waiting(api) == 3)
+        pool = api.state["sessions"].kw["bind"].pool
+        wait_until(lambda: pool.checkedout() == 0)
+        for video in http.get("/v1/videos", params={"limit": 3}).json()["data"]:
+            http.post(f"/v1/videos/{video['id']}/cancel").raise_for_status()
+        assert {answer.result().json()["status"] for answer in waiting} == {"cancelled"}
+
+
+class TestSync:
+    def test_the_answer_is_the_clip(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        answer = later(http.post, "/v1/videos/sync", data=REQUEST, headers={"Range": "bytes=0-1"})
+        wait_until(lambda: num_waiting(api))
+        video_id = queued(http)["id"]
+        driver.complete(video_id, b"clip", tmp_path)
+        response = answer.result()
+        assert (response.status_code, response.content) == (200, b"clip")
+        assert response.headers["content-type"] == "video/mp4"
+        assert response.headers["x-video-id"] == video_id
+        assert float(response.headers["x-inference-time-s"]) >= 0
+
+    def test_a_store_that_clips_are_fetched_from_is_pointed_at(
+        self, api_settings: Settings, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        settings = api_settings.model_copy(update={"content_delivery": ContentDelivery.REDIRECT})
+        with ThreadedApi(settings) as api, connected(api.url) as client:
+            answer = later(client.post, "/v1/videos/sync", json=REQUEST)
+            wait_until(lambda: num_waiting(api))
+            driver.complete(queued(client)["id"], b"clip", tmp_path)
+            response = answer.result()
+        assert response.status_code == 303
+        assert httpx.get(response.headers["location"]).content == b"clip"
+
+    def test_the_error_of_a_job_is_that_of_the_request(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, later: Callable[..., Any]
+    ) -> None:
+        answer = later(http.post, "/v1/videos/sync", json=REQUEST)
+        wait_until(lambda: num_waiting(api))
+        video_id = queued(http)["id"]
+        driver.fail(video_id, code="out_of_memory", message="The job ran out of device memory.")
+        response = answer.result()
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "out_of_memory")
+        assert response.headers["x-video-id"] == video_id
+        assert response.headers["x-should-retry"] == "false"
+
+    def test_a_job_that_takes_longer_goes_on_and_is_named(self, api_settings: Settings) -> None:
+        settings = api_settings.model_copy(update={"sync_timeout_seconds": 1})
+        with ThreadedApi(settings) as api, connected(api.url) as client:
+            response = client.post("/v1/videos/sync", json=REQUEST)
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "sync_timeout")
+            assert response.headers["x-should-retry"] == "false"
+            video_id = response.headers["x-video-id"]
+            assert video_id in response.json()["error"]["message"]
+            assert client.get(f"/v1/videos/{video_id}").json()["status"] == "queued"
+
+    def test_a_job_outlives_its_client(self, http: httpx.Client, api: ThreadedApi) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/videos/sync", json=REQUEST, timeout=1)
+        wait_until(lambda: not num_waiting(api))
+        assert queued(http)["status"] == "queued"
+
+    def test_a_request_that_is_sent_again_waits_for_the_same_job(
+        self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        sent = {"Idempotency-Key": "once"}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/videos/sync", json=REQUEST, headers=sent, timeout=1)
+        video_id = queued(http)["id"]
+        wait_until(lambda: not num_waiting(api))
+        answer = later(http.post, "/v1/videos/sync", json=REQUEST, headers=sent)
+        wait_until(lambda: num_waiting(api))
+        driver.complete(video_id, b"clip", tmp_path)
+        assert answer.result().headers["x-video-id"] == video_id
+
+    def test_who_finds_no_seat_makes_no_job(self, api_settings: Settings, driver: JobDriver) -> None:
+        full = api_settings.model_copy(update={"api_max_waiting_per_key": 1})
+        with ThreadedApi(full) as api, connected(api.url) as client:
+            video_id = client.post("/v1/videos", json=REQUEST).json()["id"]
+            with client.stream("GET", f"/v1/videos/{video_id}/events"):
+                wait_until(lambda: num_waiting(api))
+                rows = driver.num_rows()
+                assert client.post("/v1/videos/sync", json=REQUEST).status_code == 429
+                assert driver.num_rows() == rows
+
+    def test_a_process_that_is_asked_to_stop_lets_those_who_wait_go(
+        self, api_settings: Settings, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        with ApiProcess(api_settings, tmp_path / "api.log") as process, connected(process.url) as client:
+            first = queued(client)["id"]
+            sync = later(client.post, "/v1/videos/sync", json=REQUEST)
+            wait_until(lambda: queued(client)["id"] != first)
+            second = queued(client)["id"]
+            prefer = later(client.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
+            wait_until(lambda: queued(client)["id"] != second)
+            process.end()
+            assert sync.result().json()["error"]["code"] == "sync_timeout"
+            assert prefer.result().json()["status"] == "queued"
+
+
+def test_a_real_worker_is_waited_for(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("worker")
+    settings = stack.settings(
+        checkpoint=tiny_checkpoint(folder),
+        api_key=API_KEY,
+        pipeline=SCRIPTED,
+        scratch=folder / "scratch",
+        poll_seconds=0.1,
+    )
+    rows = Jobs(settings)
+    with ThreadedApi(settings) as api, Worker(settings, folder / "worker.log"), connected(api.url) as client:
+        rows.wait_ready()
+        clip = client.post("/v1/videos/sync", json=REQUEST)
+        assert (clip.status_code, clip.content[4:8]) == (200, b"ftyp")
+        video = client.post("/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"}).json()
+        assert (video["status"], video["progress"]) == ("completed", 100)
+        failed = client.post("/v1/videos/sync", json=REQUEST | {"prompt": "a dog [invalid]"})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (409, "invalid_request")
+    rows.close()
