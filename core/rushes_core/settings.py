@@ -1,10 +1,13 @@
 """Settings of every Rushes process, read once from the environment (`RUSHES_*`)."""
 
+from base64 import b64decode, urlsafe_b64decode
 from enum import StrEnum
 from functools import cache
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, SecretStr, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -81,6 +84,30 @@ class Settings(BaseSettings):
     sync_timeout_seconds: PositiveInt = 600
     """How long `POST /v1/videos/sync` waits for the clip before it answers 504."""
 
+    webhook_key: SecretStr = SecretStr("")
+    """Key that webhook secrets are encrypted with: 32 random bytes in URL-safe base64. Several, separated by commas:
+    the first encrypts, all decrypt. Empty: webhooks are refused."""
+    webhook_ed25519_key: SecretStr = SecretStr("")
+    """Private key that signs webhooks beside each secret: 32 random bytes in base64. Several, separated by commas: the
+    first signs, all are in `/.well-known/jwks.json`."""
+    webhook_http: bool = False
+    """Whether webhooks may go to `http://` URLs."""
+    webhook_ports: Annotated[str, StringConstraints(pattern="^[0-9]{1,5}(,[0-9]{1,5})*$")] = "443,8443"
+    """Ports that webhooks may go to, separated by commas."""
+    webhook_hosts: str = ""
+    """The only hosts that webhooks may go to, separated by commas; `*.example.com`: every name below it. Empty: any."""
+    webhook_networks: str = ""
+    """Private networks that webhooks may go to besides public addresses, such as `10.1.0.0/16`, separated by commas."""
+    webhook_strict: bool = False
+    """Whether a job's `webhook_url` must be at the origin of a registered endpoint of its project."""
+    webhook_loopback: bool = False
+    """For tests and trials: webhooks may go to this machine, over `http://` and to any port. Refused unless the
+    database, Redis, the store and the API are on this machine too."""
+    webhook_timeout_seconds: Annotated[float, Field(ge=0.1, le=30)] = 15.0
+    """How long one delivery may take, from the look-up of the name to the end of the answer."""
+    webhook_concurrency: Annotated[int, Field(ge=1, le=100)] = 4
+    """Deliveries to one endpoint at once."""
+
     pool: Annotated[str, StringConstraints(pattern="^[a-z0-9-]{1,32}$")] = "default"
     """Pool of workers that this worker joins and that this dispatcher wakes."""
     lease_seconds: Annotated[int, Field(ge=3)] = 30
@@ -156,6 +183,11 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _webhooks_are_safe(self) -> Self:
+        check_webhook_settings(self)
+        return self
+
     @property
     def output_buckets(self) -> tuple[str, ...]:
         """Buckets that clips may be stored in, the usual one first."""
@@ -166,6 +198,50 @@ class Settings(BaseSettings):
     def gpu_queue(self) -> str:
         """Celery queue that carries this pool's hints."""
         return f"gpu.{self.pool}"
+
+
+def check_webhook_settings(settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: names what is wrong; keys are not shown.
+    """
+    for name, decoded in (("webhook_key", urlsafe_b64decode), ("webhook_ed25519_key", b64decode)):
+        for key in listed(getattr(settings, name).get_secret_value()):
+            try:
+                length = len(decoded(key))
+            except ValueError:
+                length = 0
+            if length != 32:
+                raise ValueError(f"{name} must be 32 bytes in base64, each of several separated by commas")
+    for port in listed(settings.webhook_ports):
+        if not 1 <= int(port) <= 65_535:
+            raise ValueError(f"webhook_ports must be in 1..65535, got {port}")
+    for network in listed(settings.webhook_networks):
+        try:
+            parsed = ip_network(network)
+        except ValueError as error:
+            raise ValueError(f"webhook_networks: {error}") from None
+        if not parsed.is_private or parsed.is_loopback or parsed.is_link_local or not parsed.prefixlen:
+            raise ValueError(f"webhook_networks must be private networks, not of this machine or link, got {network}")
+    if settings.webhook_loopback:
+        for name in ("database_url", "redis_url", "s3_endpoint_url", "api_origin"):
+            url = str(getattr(settings, name))
+            # the origin may be unknown; no endpoint of a store means AWS
+            if not _is_on_loopback(url) and (url or name != "api_origin"):
+                raise ValueError(f"webhook_loopback is for tests and trials: {name} is not on this machine")
+
+
+def listed(text: str) -> list[str]:
+    """What `text` lists, separated by commas."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _is_on_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @cache

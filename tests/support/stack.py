@@ -65,8 +65,10 @@ def settings_of(env: dict[str, str], **overrides: Any) -> Settings:
 
 def settings_env(settings: Settings) -> dict[str, str]:
     """`RUSHES_*` variables that give a child process the same settings."""
+    from pydantic import SecretStr
+
     fields = settings.model_dump(mode="json", exclude_unset=True)
-    secrets = {"s3_secret_access_key", "api_key"}
+    secrets = {name for name in type(settings).model_fields if isinstance(getattr(settings, name), SecretStr)}
     plain = {name: str(value) for name, value in fields.items() if name not in secrets}
     plain |= {name: getattr(settings, name).get_secret_value() for name in secrets}
     return {f"RUSHES_{name.upper()}": value for name, value in plain.items()}
