@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from rushes_core import jobs
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
+from rushes_core.request import ResolvedRequest
 from rushes_core.states import JobState, states_with_status
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -65,10 +66,10 @@ async def create_video(
 
 
 async def accepted(
-    request: Request, *, caller: Caller, key: str | None, sent: Submission, state: State, view: View
+    request: Request, *, caller: Caller, key: str | None, sent: Submission[ResolvedRequest], state: State, view: View
 ) -> Response:
     """Accept a job and answer with it, or as the same request was answered before."""
-    admit = admission(sent.resolved, caller=caller, state=state)
+    admit = admission(sent.order, caller=caller, state=state)
 
     async def accept(session: AsyncSession) -> Video:
         return view.video(await admit(session))
