@@ -1,0 +1,236 @@
+"""When jobs will start and end, from what clips took lately and what the replicas have before them.
+
+The figures are a few seconds old: one task of the process reads them, and no request waits for that.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel
+from rushes_core import backlog, replicas
+from rushes_core.log import get_logger
+from rushes_core.measured import measured
+from rushes_core.models import Job, MeasuredTime, Replica
+from rushes_core.predicates import IS_LEASED
+from rushes_core.settings import Settings
+from rushes_core.states import JobState, Phase
+from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+log = get_logger(__name__)
+
+REFRESH_SECONDS = 3.0
+STALE_SECONDS = 15.0
+"""Figures that are older say nothing any more."""
+_START_SECONDS = 1.0
+"""What an idle replica takes to find a job."""
+_ON_RANKS = (None, Phase.ENCODING, Phase.DENOISING, Phase.DECODING)
+
+Shape = tuple[int, int, int]
+"""Width, height and frames."""
+
+
+class Eta(BaseModel):
+    """Times by which four of five such jobs have started and ended, in Unix seconds; never in the past."""
+
+    starts_at: int | None
+    """Null once it has started."""
+    completes_at: int | None
+    """Null while no clip of this size and length has been measured."""
+    confidence: Literal["p80"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTimes:
+    """What clips of one shape took."""
+
+    num_jobs: int
+    run_seconds: float
+    """From start to completion, of four of five."""
+    ranks_seconds: float
+    """The part of it for which the ranks are taken: the next job starts when they are free."""
+
+    @classmethod
+    def of(cls, row: MeasuredTime) -> Self:
+        on_ranks = sum(float(row.phases.get(phase.value, 0.0)) for phase in _ON_RANKS if phase is not None)
+        spread = row.run_p80 / row.run_p50 if row.run_p50 > 0 else 1.0
+        return cls(row.num_jobs, row.run_p80, min(row.run_p80, on_ranks * spread) or row.run_p80)
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A job that a replica holds."""
+
+    is_running: bool
+    phase: str | None
+    shape: Shape
+    started_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What forecasts are made from, as it was at one time."""
+
+    at: datetime
+    """By the database's clock."""
+    clock_ahead: timedelta
+    """By how much that clock is ahead of this process's."""
+    shapes: Mapping[Shape, ShapeTimes]
+    num_replicas: int
+    """That take jobs."""
+    leased: Sequence[Leased]
+    paused: frozenset[str]
+    """Projects, or `*`."""
+
+    def eta(self, job: Job, num_ahead: int | None) -> Eta | None:
+        """When `job` starts and ends.
+
+        None: it has ended, nothing was measured, nobody would run it, or nobody knows when it may be claimed: it waits
+        for other jobs of its key or for an operator, or the jobs ahead were not counted.
+        """
+        if job.state.is_final or not self.shapes or not self.num_replicas:
+            return None
+        now = self.now()
+        times = self.shapes.get((job.width, job.height, job.num_frames))
+        if job.state is JobState.RUNNING:
+            return None if times is None else _eta(now, None, _end(job, times, now))
+        starts_at = self._start(job, num_ahead, now)
+        if starts_at is None:
+            return None
+        return _eta(now, starts_at, None if times is None else starts_at + timedelta(seconds=times.run_seconds))
+
+    def wait_seconds(self, num_ahead: int) -> float | None:
+        """How long after `at` a job starts that has so many queued ones before it; None: nobody knows."""
+        if not self.shapes or not self.num_replicas:
+            return None
+        work = sum(self._seconds_left(each) for each in self.leased) + num_ahead * self._mean_seconds
+        num_busy = sum(1 for each in self.leased if self._seconds_left(each))
+        if num_busy + num_ahead < self.num_replicas:
+            return _START_SECONDS
+        return _START_SECONDS + work / self.num_replicas
+
+    def now(self) -> datetime:
+        """By the database's clock."""
+        return datetime.now(UTC) + self.clock_ahead
+
+    def _start(self, job: Job, num_ahead: int | None, now: datetime) -> datetime | None:
+        if job.hold is not None or not self.paused.isdisjoint((job.project, backlog.EVERYBODY)):
+            return None
+        if job.state is JobState.CLAIMED:
+            # its replica holds it for when the running one leaves the ranks
+            running = [self._seconds_left(each) for each in self.leased if each.is_running]
+            return self.at + timedelta(seconds=sum(running) / max(1, len(running)))
+        if job.run_at > now and num_ahead is None:
+            num_ahead = 0
+        wait = None if num_ahead is None else self.wait_seconds(num_ahead)
+        return None if wait is None else max(job.run_at, self.at + timedelta(seconds=wait))
+
+    def _seconds_left(self, leased: Leased) -> float:
+        """Of the ranks' time, until they are free of this job."""
+        if leased.is_running and leased.phase not in _ON_RANKS:
+            return 0.0
+        times = self.shapes.get(leased.shape)
+        seconds = self._mean_seconds if times is None else times.ranks_seconds
+        spent = (self.at - leased.started_at).total_seconds() if leased.is_running and leased.started_at else 0.0
+        # one that takes longer than most is likely to take a little longer still
+        return max(seconds - spent, 0.1 * seconds)
+
+    @property
+    def _mean_seconds(self) -> float:
+        """What the ranks take for a clip of those that were rendered lately."""
+        num_jobs = sum(times.num_jobs for times in self.shapes.values())
+        return sum(times.num_jobs * times.ranks_seconds for times in self.shapes.values()) / max(1, num_jobs)
+
+
+def _end(job: Job, times: ShapeTimes, now: datetime) -> datetime:
+    assert job.started_at is not None, "a running job has started"
+    usual = job.started_at + timedelta(seconds=times.run_seconds)
+    # one that is later than most goes by what is left of it
+    left = times.run_seconds * (100 - job.progress) / 100
+    return usual if usual > now else now + timedelta(seconds=left)
+
+
+def _eta(now: datetime, starts_at: datetime | None, completes_at: datetime | None) -> Eta:
+    def seconds(at: datetime | None) -> int | None:
+        return None if at is None else math.ceil(max(at, now).timestamp())
+
+    return Eta(starts_at=seconds(starts_at), completes_at=seconds(completes_at), confidence="p80")
+
+
+class Forecast:
+    """Keeps an outlook for one model that is a few seconds old."""
+
+    def __init__(self, sessions: async_sessionmaker[AsyncSession], *, model: str, seen_within_seconds: float) -> None:
+        self._sessions = sessions
+        self._model = model
+        self._seen_within_seconds = seen_within_seconds
+        self._outlook: Outlook | None = None
+        self._read_at = float("-inf")
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """None: the database has not told anything lately."""
+        return self._outlook if time.monotonic() - self._read_at < STALE_SECONDS else None
+
+    async def run(self) -> None:
+        """Read again and again, until this task is cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except (SQLAlchemyError, OSError) as error:
+                log.debug("forecast_failed", error=str(error).splitlines()[0])
+            except Exception:
+                log.exception("forecast_failed")
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    async def refresh(self) -> None:
+        began = time.monotonic()
+        async with self._sessions.begin() as session:
+            self._outlook = await self._read(session)
+        self._read_at = began
+
+    async def _read(self, session: AsyncSession) -> Outlook:
+        now: datetime = (await session.execute(select(func.now()))).scalar_one()
+        clock_ahead = now - datetime.now(UTC)
+        shapes = (await session.execute(measured(self._model))).scalars()
+        live = replicas.live_replicas(seen_within_seconds=self._seen_within_seconds).where(
+            Replica.model == self._model, Replica.state.in_(("ready", "busy")), Replica.drain_requested_at.is_(None)
+        )
+        num_replicas = len((await session.execute(live)).scalars().all())
+        leased = select(Job.state, Job.phase, Job.width, Job.height, Job.num_frames, Job.started_at)
+        held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
+        pauses = (await session.execute(backlog.queue_pauses())).scalars()
+        return Outlook(
+            at=now,
+            clock_ahead=clock_ahead,
+            shapes={(row.width, row.height, row.num_frames): ShapeTimes.of(row) for row in shapes},
+            num_replicas=num_replicas,
+            leased=[_leased(row) for row in held],
+            paused=frozenset(pause.project for pause in pauses),
+        )
+
+
+def _leased(row: Any) -> Leased:
+    return Leased(row.state is JobState.RUNNING, row.phase, (row.width, row.height, row.num_frames), row.started_at)
+
+
+@asynccontextmanager
+async def forecasting(
+    settings: Settings, sessions: async_sessionmaker[AsyncSession], *, model: str
+) -> AsyncGenerator[Forecast]:
+    """A forecast that is kept up to date until the end of the context."""
+    forecast = Forecast(sessions, model=model, seen_within_seconds=settings.lease_seconds)
+    read = asyncio.create_task(forecast.run())
+    try:
+        yield forecast
+    finally:
+        read.cancel()
+        # a driver that waits for a frozen server may not notice
+        await asyncio.wait({read}, timeout=1.0)
