@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from rushes_core.request import printable
+from rushes_core.fields import printable
 
 from rushes_api.body import JSON, parse_body, read_body
 from rushes_api.deps import AdminCaller, AppState

@@ -28,6 +28,7 @@ from rushes_api.body import JSON, MULTIPART, URLENCODED, parse_body, read_body
 from rushes_api.deps import AppState, CurrentCaller, CurrentProject, State
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, SentKey, fingerprint
+from rushes_api.quota import reserve_place, take_place
 
 INLINE_BYTES = 8_192
 """Bodies up to this size are checked in the event loop: that takes less time than a thread's turn."""
@@ -156,13 +157,17 @@ def admission(
             return made
         was_run = True
         resolved = await order(session)
+        await reserve_place(session, caller=caller, api_key=caller.api_key, priority=resolved.priority)
         values = resolved.job_values(state["model"]) | {
             "id": video_id,
             "project": caller.project,
+            "api_key": caller.api_key,
             "max_attempts": state["settings"].max_attempts,
             "remixed_from": remixed_from,
         }
-        return (await session.execute(jobs.create(**values))).scalar_one()
+        job = (await session.execute(jobs.create(**values))).scalar_one()
+        await take_place(session, job)
+        return job
 
     return admit
 

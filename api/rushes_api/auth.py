@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 
 from rushes_core import keys
 from rushes_core.database import create_api_engine
+from rushes_core.fields import PRIORITIES
 from rushes_core.log import get_logger
 from rushes_core.models import ApiKey
-from rushes_core.request import PRIORITIES
 from rushes_core.settings import Settings
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession

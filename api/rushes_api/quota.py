@@ -3,9 +3,9 @@
 from http import HTTPStatus
 
 from rushes_core import keys
+from rushes_core.fields import PRIORITIES
 from rushes_core.holds import open_holds
 from rushes_core.models import Job
-from rushes_core.request import PRIORITIES
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller

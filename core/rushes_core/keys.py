@@ -19,9 +19,10 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
+from rushes_core.fields import PRIORITIES, Moment, is_storable, shown
 from rushes_core.ids import new_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage, Job, Project
-from rushes_core.request import PRIORITIES, Moment, is_storable, refusal, shown
+from rushes_core.request import refusal
 from rushes_core.states import JobState
 
 READ = "videos:read"

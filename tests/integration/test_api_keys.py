@@ -281,7 +281,10 @@ class TestRotationAndRevocation:
         self, client: TestClient, api_settings: Settings, tmp_path: Path
     ) -> None:
         ended, changed, turned = create_key(client), create_key(client), create_key(client)
-        with ApiProcess(api_settings, tmp_path / "api.log") as other, httpx.Client(base_url=other.url) as http:
+        with (
+            ApiProcess(api_settings, tmp_path / "api.log") as other,
+            httpx.Client(base_url=other.url, timeout=60, trust_env=False) as http,
+        ):
 
             def status(secret: dict[str, Any], path: str = "/v1/models") -> int:
                 return http.get(path, headers=bearer(secret)).status_code

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import keys
 from rushes_core.errors import TransitionRefused
+from rushes_core.fields import PRIORITIES, printable, shown
 from rushes_core.ids import is_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage
-from rushes_core.request import PRIORITIES, printable, shown
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admin import SentMembers, given, json_body, no_such_project, unix
