@@ -1,0 +1,152 @@
+"""What is foreseen of a job, from figures that are made up."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from rushes_api.eta import Leased, Outlook, ShapeTimes
+from rushes_core.models import Job, MeasuredTime
+from rushes_core.states import JobState
+
+SHAPE = (1344, 768, 124)
+LONG = (1344, 768, 362)
+TIMES = {SHAPE: ShapeTimes(num_jobs=30, run_seconds=12.0, ranks_seconds=10.0)}
+
+
+def outlook(**changes: Any) -> Outlook:
+    values: dict[str, Any] = {
+        "at": datetime.now(UTC),
+        "clock_ahead": timedelta(),
+        "shapes": TIMES,
+        "num_replicas": 2,
+        "leased": [],
+        "paused": frozenset(),
+    }
+    return Outlook(**(values | changes))
+
+
+def job(**changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "project": "default",
+        "state": JobState.QUEUED,
+        "hold": None,
+        "width": SHAPE[0],
+        "height": SHAPE[1],
+        "num_frames": SHAPE[2],
+        "run_at": ago(30),
+        "started_at": None,
+        "progress": 0,
+    }
+    return Job(**(values | changes))
+
+
+def ago(seconds: float) -> datetime:
+    return datetime.now(UTC) - timedelta(seconds=seconds)
+
+
+def busy(*, spent: float = 0.0, phase: str | None = "denoising", shape: tuple[int, int, int] = SHAPE) -> Leased:
+    return Leased(is_running=True, phase=phase, shape=shape, started_at=ago(spent))
+
+
+def waits(figures: Outlook, num_ahead: int | None, **changes: Any) -> tuple[float, float]:
+    """Seconds until a queued job starts and until it completes."""
+    eta = figures.eta(job(**changes), num_ahead)
+    assert eta is not None
+    assert eta.confidence == "p80"
+    assert eta.starts_at is not None
+    assert eta.completes_at is not None
+    now = datetime.now(UTC).timestamp()
+    return eta.starts_at - now, eta.completes_at - now
+
+
+class TestQueued:
+    def test_an_idle_replica_takes_it_at_once(self) -> None:
+        assert waits(outlook(leased=[busy()]), 0) == (pytest.approx(1, abs=1), pytest.approx(13, abs=1))
+
+    def test_it_waits_for_what_is_ahead_shared_by_all_replicas(self) -> None:
+        figures = outlook(leased=[busy(spent=4), busy(spent=8)])
+        # 6 and 2 seconds are left, and six clips of ten seconds, on two replicas
+        starts, completes = waits(figures, 6)
+        assert starts == pytest.approx(35, abs=1.1)
+        assert completes - starts == pytest.approx(12, abs=1.1)
+        assert waits(outlook(leased=figures.leased, num_replicas=1), 6)[0] == pytest.approx(69, abs=1.1)
+
+    def test_a_clip_that_is_only_stored_yet_holds_nobody_up(self) -> None:
+        figures = outlook(num_replicas=1, leased=[busy(spent=11, phase="uploading")])
+        assert waits(figures, 0)[0] == pytest.approx(1, abs=1)
+
+    def test_a_job_that_is_claimed_ahead_counts(self) -> None:
+        held = Leased(is_running=False, phase=None, shape=SHAPE, started_at=None)
+        assert waits(outlook(num_replicas=1, leased=[busy(spent=5), held]), 0)[0] == pytest.approx(16, abs=1.1)
+
+    def test_one_that_takes_longer_than_most_is_not_over_yet(self) -> None:
+        assert waits(outlook(num_replicas=1, leased=[busy(spent=100)]), 0)[0] == pytest.approx(2, abs=1.1)
+
+    def test_it_does_not_start_before_its_time(self) -> None:
+        assert waits(outlook(), None, run_at=ago(-600))[0] == pytest.approx(600, abs=1.1)
+        assert waits(outlook(num_replicas=1), 100, run_at=ago(-5))[0] > 900
+
+    def test_figures_that_are_old_do_not_put_it_into_the_past(self) -> None:
+        assert waits(outlook(at=ago(14)), 0)[0] >= 0
+
+    def test_a_clip_of_another_size_was_not_measured(self) -> None:
+        eta = outlook().eta(job(num_frames=362), 0)
+        assert eta is not None
+        assert (eta.starts_at is not None, eta.completes_at) == (True, None)
+
+    def test_times_are_those_of_the_database(self) -> None:
+        ahead = timedelta(hours=1)
+        starts, _ = waits(outlook(at=datetime.now(UTC) + ahead, clock_ahead=ahead), 0)
+        assert starts == pytest.approx(3_601, abs=1.1)
+
+    @pytest.mark.parametrize(
+        ("figures", "changes"),
+        [
+            ({"shapes": {}}, {}),
+            ({"num_replicas": 0}, {}),
+            ({"paused": frozenset({"default"})}, {}),
+            ({"paused": frozenset({"*"})}, {}),
+            ({}, {"hold": "concurrency"}),
+            ({}, {"state": JobState.COMPLETED}),
+        ],
+    )
+    def test_nobody_knows(self, figures: dict[str, Any], changes: dict[str, Any]) -> None:
+        assert outlook(**figures).eta(job(**changes), 0) is None
+
+    def test_nobody_knows_without_a_count_of_what_is_ahead(self) -> None:
+        assert outlook().eta(job(), None) is None
+
+    def test_the_pause_of_another_project_is_not_felt(self) -> None:
+        assert outlook(paused=frozenset({"another"})).eta(job(), 0) is not None
+
+
+class TestHeld:
+    def test_a_running_job_ends_when_most_do(self) -> None:
+        eta = outlook().eta(job(state=JobState.RUNNING, started_at=ago(5), progress=40), None)
+        assert eta is not None
+        assert eta.starts_at is None
+        assert (eta.completes_at or 0) - datetime.now(UTC).timestamp() == pytest.approx(7, abs=1.1)
+
+    def test_one_that_is_late_goes_by_what_is_left(self) -> None:
+        eta = outlook().eta(job(state=JobState.RUNNING, started_at=ago(50), progress=75), None)
+        assert eta is not None
+        assert (eta.completes_at or 0) - datetime.now(UTC).timestamp() == pytest.approx(3, abs=1.1)
+
+    def test_a_claimed_job_starts_when_a_running_one_ends(self) -> None:
+        figures = outlook(num_replicas=1, leased=[busy(spent=4)])
+        starts, completes = waits(figures, None, state=JobState.CLAIMED)
+        assert (starts, completes) == (pytest.approx(6, abs=1.1), pytest.approx(18, abs=1.1))
+
+
+class TestShapes:
+    def measured(self, phases: dict[str, float]) -> ShapeTimes:
+        return ShapeTimes.of(
+            MeasuredTime(model="m", width=1, height=1, num_frames=1, num_jobs=3, run_p50=10, run_p80=12, phases=phases)
+        )
+
+    def test_ranks_are_free_before_the_clip_is_stored(self) -> None:
+        phases = {"encoding": 1.0, "denoising": 4.0, "decoding": 2.5, "muxing": 1.5, "uploading": 1.0}
+        assert self.measured(phases) == ShapeTimes(3, 12, pytest.approx(9.0))
+
+    def test_without_phases_they_are_taken_to_the_end(self) -> None:
+        assert self.measured({}) == ShapeTimes(3, 12, 12)
