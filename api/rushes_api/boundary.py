@@ -19,6 +19,7 @@ from rushes_api.errors import (
     Unavailable,
     database_unavailable,
     internal_error,
+    is_get_without_body,
     render,
     to_api_error,
 )
@@ -38,8 +39,6 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32_768
 MAX_LOGGED_PATH = 200
 
-_WITHOUT_HEAD = ("/content", "/events")
-"""Ends of paths whose HEAD is not that of their GET without a body: one answers itself, the other never ends."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?", re.ASCII)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _EXPOSED = (
@@ -73,7 +72,7 @@ class Boundary:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
         method = scope["method"]
-        if method == "HEAD" and not scope["path"].endswith(_WITHOUT_HEAD):
+        if method == "HEAD" and is_get_without_body(scope["path"]):
             # the server, which keeps its own scope, leaves the body out
             scope = {**scope, "method": "GET"}
         scope["request_id"] = request_id

@@ -295,7 +295,15 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
 def _allowed_methods(request: Request) -> list[str]:
     """The methods that some route has for the request's path."""
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-    return [m for m in methods if _is_routed({**request.scope, "method": m}, request.app)]
+    routed = {m for m in methods if _is_routed({**request.scope, "method": m}, request.app)}
+    if "GET" in routed and is_get_without_body(request.scope["path"]):
+        routed.add("HEAD")
+    return [method for method in methods if method in routed]
+
+
+def is_get_without_body(path: str) -> bool:
+    """Whether HEAD of this path is its GET without the body. A clip answers HEAD by itself, a stream would not end."""
+    return not path.endswith(("/content", "/events"))
 
 
 def _is_routed(scope: dict[str, Any], app: FastAPI) -> bool:

@@ -139,8 +139,8 @@ def _run(module: str) -> Callable[[argparse.Namespace], int]:
 def _api(arguments: argparse.Namespace) -> int:
     settings = load_settings()
 
-    import uvicorn
     from rushes_api.app import create_app
+    from rushes_api.server import serve
     from rushes_core.log import configure_logging
     from rushes_core.served_model import ServedModel
 
@@ -151,19 +151,7 @@ def _api(arguments: argparse.Namespace) -> int:
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"settings: {error}") from None
-    uvicorn.run(
-        # several processes each make their own
-        app if arguments.workers == 1 else "rushes_api.app:create_app",
-        factory=arguments.workers > 1,
-        workers=arguments.workers,
-        host=arguments.host,
-        port=arguments.port,
-        log_config=None,
-        # the API writes a line for each request itself
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=10,
-    )
+    serve(app, host=arguments.host, port=arguments.port, workers=arguments.workers)
     return 0
 
 

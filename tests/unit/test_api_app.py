@@ -65,7 +65,7 @@ class TestEnvelope:
     def test_a_method_that_a_route_lacks(self, client: TestClient) -> None:
         response = client.put("/v1/videos")
         assert error_of(response, 405)["code"] == "method_not_allowed"
-        assert response.headers["allow"] == "GET, POST"
+        assert response.headers["allow"] == "GET, HEAD, POST"
         assert client.post("/v1/videos/x/content").headers["allow"] == "GET, HEAD"
 
     def test_an_invalid_field_is_named(self, client: TestClient) -> None:
@@ -428,6 +428,7 @@ def test_the_description_lists_every_route(client: TestClient) -> None:
         "/v1/videos/{video_id}/attempts",
         "/v1/videos/{video_id}/cancel",
         "/v1/videos/{video_id}/content",
+        "/v1/videos/{video_id}/events",
         "/v1/videos/{video_id}/retry",
     }
     paths = document["paths"]

@@ -47,7 +47,7 @@ def test_wrong_settings_are_named_with_the_reason(
     assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["", "nonsense", "up --port 70000", "demo --seed x", "checkpoint"])
+@pytest.mark.parametrize("words", ["", "nonsense", "up --port 70000", "api --workers 0", "demo --seed x", "checkpoint"])
 def test_wrong_usage_ends_with_status_2(words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())

@@ -1,0 +1,117 @@
+"""The HTTP server: uvicorn, with bounds on what it reads before there is a request."""
+
+import asyncio
+from http import HTTPStatus
+
+import uvicorn
+from fastapi import FastAPI
+from rushes_core.ids import new_request_id
+from rushes_core.log import get_logger
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rushes_api.errors import ApiError, render
+
+log = get_logger(__name__)
+
+GRACEFUL_SHUTDOWN_SECONDS = 10
+
+
+class Protocol(HttpToolsProtocol):
+    """Closes connections whose request line and headers are too long or do not arrive, and says why.
+
+    The parser itself would read them for ever. The application's own bounds are tighter and answer in its own words;
+    these are for what never gets so far.
+    """
+
+    MAX_HEAD_BYTES = 131_072
+    HEAD_SECONDS = 10.0
+
+    _head_bytes = 0
+    _is_in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > self.MAX_HEAD_BYTES:
+                self._refuse(
+                    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                    "headers_too_large",
+                    f"the request's headers are longer than {self.MAX_HEAD_BYTES} bytes",
+                )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._is_in_head:
+            self._expect_head()
+            self._head_bytes = 1
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when it could not parse what came."""
+        self._refuse(HTTPStatus.BAD_REQUEST, "invalid_http", "what was sent is no valid HTTP request")
+
+    def _expect_head(self) -> None:
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(self.HEAD_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._head_bytes:
+            message = f"the request's headers did not arrive within {self.HEAD_SECONDS:g} seconds"
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        request_id = new_request_id()
+        log.warning("request_refused", code=code, request_id=request_id)
+        error = ApiError(message, code=code, status=status, headers={"Connection": "close"})
+        response = render(error, request_id=request_id, path="", accept="")
+        head = [b"HTTP/1.1 %d %s" % (status.value, status.phrase.encode("ascii"))]
+        head += [
+            b"%s: %s" % header for header in [*response.raw_headers, (b"x-request-id", request_id.encode("ascii"))]
+        ]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
+        self.transport.close()
+
+
+def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:
+    """Serve until a signal. Several workers are processes that make an application each, from the environment."""
+    uvicorn.run(
+        app if workers == 1 else "rushes_api.app:create_app",
+        factory=workers > 1,
+        workers=workers,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        # the application writes a line for each request itself
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
+    )

@@ -1,0 +1,202 @@
+"""The server as it speaks HTTP: what it reads, for how long, and what it says to those who send something else."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from rushes_api.app import create_app
+from rushes_api.server import Protocol
+from rushes_cli.stack.ports import free_port
+from support.api import API_KEY, offline_settings
+from support.checkpoints import tiny_checkpoint
+from support.commands import RUSHES, descendants
+from support.stack import settings_env
+from support.waiting import wait_until
+
+LINES = f"Host: a\r\nAuthorization: Bearer {API_KEY}\r\n"
+
+
+class QuickProtocol(Protocol):
+    """The same with less patience: a test need not wait for the real one."""
+
+    HEAD_SECONDS = 0.3
+
+
+@contextmanager
+def serving(checkpoint: Path, protocol: type[Protocol]) -> Iterator[int]:
+    """The port of a server in this process; no database, store or Redis stands behind it."""
+    app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000))
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="module")
+def port(checkpoint: Path) -> Iterator[int]:
+    with serving(checkpoint, Protocol) as port:
+        yield port
+
+
+@contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        yield connection
+
+
+def received(connection: socket.socket, *, until: bytes = b"") -> bytes:
+    """What comes until the server closes, or until `until` has come."""
+    data = b""
+    while not (until and until in data):
+        try:
+            chunk = connection.recv(65_536)
+        except ConnectionResetError:
+            break
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def exchange(port: int, request: str | bytes) -> bytes:
+    with connected(port) as connection:
+        connection.sendall(request.encode() if isinstance(request, str) else request)
+        return received(connection)
+
+
+def error_code(answer: bytes, status: int) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    error = json.loads(body)["error"]
+    assert f"x-request-id: {error['request_id']}".encode() in head
+    code: str = error["code"]
+    return code
+
+
+class TestHead:
+    def test_it_is_get_without_the_body(self, port: int) -> None:
+        got = exchange(port, f"GET /v1/models HTTP/1.1\r\n{LINES}Connection: close\r\n\r\n")
+        headed = exchange(port, f"HEAD /v1/models HTTP/1.1\r\n{LINES}Connection: close\r\n\r\n")
+        length = b"content-length: %d\r\n" % len(got.partition(b"\r\n\r\n")[2])
+        assert headed.startswith(b"HTTP/1.1 200 ")
+        assert length in headed
+        assert headed.endswith(b"\r\n\r\n")
+
+    def test_of_an_error_too(self, port: int) -> None:
+        headed = exchange(port, f"HEAD /v1/nothing HTTP/1.1\r\n{LINES}Connection: close\r\n\r\n")
+        assert headed.startswith(b"HTTP/1.1 404 ")
+        assert headed.endswith(b"\r\n\r\n")
+
+
+class TestBody:
+    @pytest.mark.parametrize(("num_bytes", "is_asked_for"), [(10, True), (50_001, False)])
+    def test_is_asked_for_only_when_it_would_be_read(self, port: int, num_bytes: int, is_asked_for: bool) -> None:
+        lines = f"{LINES}Content-Type: application/json\r\nContent-Length: {num_bytes}\r\nExpect: 100-continue\r\n"
+        with connected(port) as connection:
+            connection.sendall(f"POST /v1/videos HTTP/1.1\r\n{lines}Connection: close\r\n\r\n".encode())
+            answer = received(connection, until=b"\r\n\r\n")
+            if is_asked_for:
+                assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
+                connection.sendall(b"x" * num_bytes)
+                assert error_code(received(connection), 400) == "invalid_body"
+            else:
+                assert error_code(answer + received(connection), 413) == "file_too_large"
+
+    def test_one_in_chunks_is_refused_as_soon_as_it_is_too_long(self, port: int) -> None:
+        with connected(port) as connection:
+            lines = f"{LINES}Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+            connection.sendall(f"POST /v1/videos HTTP/1.1\r\n{lines}\r\n".encode())
+            connection.sendall(b"c400\r\n" + b"x" * 0xC400 + b"\r\n")
+            # the last chunk never comes
+            assert error_code(received(connection, until=b"}}"), 413) == "file_too_large"
+
+
+class TestBeforeThereIsARequest:
+    @pytest.mark.parametrize(
+        "noise",
+        [
+            b"hello\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"GET /v1/\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+            b"GET /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"GET /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"GET /healthz HTTP/1.1\r\nHo st: a\r\n\r\n",
+        ],
+        ids=["text", "tls", "http2", "path", "lengths", "smuggled", "header"],
+    )
+    def test_what_is_no_http_is_said_to_be_none(self, port: int, noise: bytes) -> None:
+        assert error_code(exchange(port, noise), 400) == "invalid_http"
+
+    @pytest.mark.parametrize(
+        "start",
+        [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\n" + b"X-Many: 1\r\n" * 12_000],
+        ids=["path", "header", "headers"],
+    )
+    def test_headers_without_end_are_not_read_to_it(self, port: int, start: bytes) -> None:
+        assert error_code(exchange(port, start + b"a" * 200_000), 431) == "headers_too_large"
+
+    def test_more_headers_than_anybody_needs_are_refused(self, port: int) -> None:
+        many = "".join(f"X-{number}: 1\r\n" for number in range(100))
+        assert error_code(exchange(port, f"GET /v1/models HTTP/1.1\r\n{LINES}{many}\r\n"), 431) == "headers_too_large"
+
+    def test_headers_that_do_not_arrive_are_not_waited_for(self, checkpoint: Path) -> None:
+        with serving(checkpoint, QuickProtocol) as port:
+            assert error_code(exchange(port, "GET /healthz HTTP/1.1\r\nHost: a\r\n"), 408) == "request_timeout"
+            assert exchange(port, "") == b""
+
+    def test_a_second_request_has_its_own_time(self, checkpoint: Path) -> None:
+        with serving(checkpoint, QuickProtocol) as port, connected(port) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert received(connection, until=b"}").startswith(b"HTTP/1.1 200 ")
+            connection.sendall(b"GET /healthz HTTP/1.1\r\n")
+            assert error_code(received(connection), 408) == "request_timeout"
+
+    def test_requests_in_one_packet_are_answered_in_their_order(self, port: int) -> None:
+        first = f"GET /v1/models HTTP/1.1\r\n{LINES}X-Request-Id: first\r\n\r\n"
+        second = f"GET /v1/nothing HTTP/1.1\r\n{LINES}X-Request-Id: second\r\nConnection: close\r\n\r\n"
+        answer = exchange(port, first + second)
+        assert answer.index(b"x-request-id: first") < answer.index(b"x-request-id: second")
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_several_processes_share_a_port(checkpoint: Path) -> None:
+    port = free_port()
+    command = [*RUSHES, "api", "--port", str(port), "--workers", "2"]
+    env = os.environ | settings_env(offline_settings(checkpoint))
+
+    def num_serving() -> int:
+        command_lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(server.pid)]
+        return sum(b"spawn_main" in line for line in command_lines)
+
+    def is_up() -> bool:
+        try:
+            return exchange(port, "GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")[9:12] == b"200"
+        except ConnectionRefusedError:
+            return False
+
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(is_up)
+            assert num_serving() == 2
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+    assert not is_up()
