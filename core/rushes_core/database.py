@@ -9,7 +9,7 @@ from alembic.config import Config
 from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from rushes_core.settings import Settings
+from rushes_core.settings import DatabaseSettings, Settings
 
 _CONNECT_ARGS = {
     "connect_timeout": 5,
@@ -22,8 +22,8 @@ _CONNECT_ARGS = {
 }
 
 
-def create_sync_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
-    """Engine of a worker or the dispatcher. A connection is checked before it is used."""
+def create_sync_engine(settings: DatabaseSettings, *, pool_size: int = 5) -> Engine:
+    """Engine of a worker, the dispatcher or a command. A connection is checked before it is used."""
     return create_engine(
         settings.database_url, pool_size=pool_size, max_overflow=2, pool_pre_ping=True, connect_args=_CONNECT_ARGS
     )

@@ -24,8 +24,8 @@ class ContentDelivery(StrEnum):
     """The API answers 302 to a presigned URL of the object store."""
 
 
-class Settings(BaseSettings):
-    """One frozen object per process; nothing else reads the environment."""
+class DatabaseSettings(BaseSettings):
+    """What it takes to reach the database, for commands that need nothing else."""
 
     model_config = SettingsConfigDict(
         env_prefix="RUSHES_",
@@ -38,6 +38,11 @@ class Settings(BaseSettings):
 
     database_url: Annotated[NonEmpty, Field(repr=False)]
     """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
+
+
+class Settings(DatabaseSettings):
+    """One frozen object per process; nothing else reads the environment."""
+
     redis_url: Annotated[NonEmpty, Field(repr=False)]
     """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
 
@@ -252,3 +257,12 @@ def get_settings() -> Settings:
         pydantic.ValidationError: a variable is missing or wrong.
     """
     return Settings()  # pyright: ignore[reportCallIssue]  the fields come from the environment
+
+
+def get_database_settings() -> DatabaseSettings:
+    """The part of the settings that says where the database is.
+
+    Raises:
+        pydantic.ValidationError: the variable is missing or wrong.
+    """
+    return DatabaseSettings()  # pyright: ignore[reportCallIssue]  the field comes from the environment
