@@ -17,17 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from rushes_core.clip import Clip
-from rushes_core.errors import RushesError
+from rushes_core.errors import InvalidOutput, RushesError
+from rushes_kernels.plain import OPERATIONS, compute_plainly
 from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
 from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.pipeline.parts import Parts
 
 SYNTHETIC = "synthetic"
 MEDIA_SECONDS = 120.0
 TOP_KERNELS = 18
+MAX_ERROR = 5e-2
+"""Relative, of what a block adds: a few roundings to 8 bits, and tiles that are chosen otherwise where scores tie."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,6 +51,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     pipeline.add_argument("--warm-up", type=int, default=1, help="clips before them (default 1)")
     pipeline.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
     pipeline.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+    pipeline.add_argument("--plain", nargs="*", default=[], metavar="OPERATION", help="compute these in plain PyTorch")
+    pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
     pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
     pipeline.set_defaults(run=_pipeline)
 
@@ -180,15 +186,15 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
     weights = "synthetic weights" if arguments.weights == SYNTHETIC else arguments.weights
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {weights}")
     print(f"loaded in {time.perf_counter() - started:.1f} s, {resident / 2**30:.1f} GiB resident", flush=True)
+    check_kernels(Parts(pipeline, cases[0].request(arguments.seed), cases[0].tokens))
+    compute_plainly(arguments.plain)
     for case in cases:
         torch.cuda.reset_peak_memory_stats()
+        runs = []
         for i in range(-arguments.warm_up, arguments.repeat):
             stages = _render(pipeline, case, folder, media, arguments.seed)
             print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
-            if i == 0:
-                runs = []
-            if i >= 0:
-                runs.append(stages)
+            runs += [stages] if i >= 0 else []
         middle = Stages(**{name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
         work = transformer_flop(checkpoint.transformer_config, case)
         figures: dict[str, Any] = {
@@ -202,6 +208,8 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
             "torch": torch.__version__,
         }
         print(json.dumps(figures), flush=True)
+    if arguments.ablation:
+        _ablation(Parts(pipeline, cases[0].request(arguments.seed), cases[0].tokens))
     if arguments.profile:
         _profile(pipeline, cases[0], folder, media, arguments.seed)
 
@@ -247,6 +255,41 @@ def _render(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProc
 
 def _line(stages: Stages) -> str:
     return "  ".join(f"{name} {value:.3f}" for name, value in asdict(stages).items())
+
+
+def check_kernels(parts: Parts) -> None:
+    """Compare what the kernels make of one block's rows and of one unit with what PyTorch makes of them.
+
+    Raises:
+        InvalidOutput: they differ by more than rounding does.
+    """
+    for what, part in (("a block of the transformer", parts.block_update), ("a decoded unit", parts.unit)):
+        compute_plainly(OPERATIONS)
+        expected = part()
+        compute_plainly(())
+        actual = part()
+        error = float((actual - expected).norm() / expected.norm())
+        print(f"check: {what} with kernels against PyTorch, relative error {error:.2e}", flush=True)
+        if not error < MAX_ERROR:
+            raise InvalidOutput(f"no figures: {what} is off by {error:.2e}, the limit is {MAX_ERROR:g}")
+
+
+def _ablation(parts: Parts) -> None:
+    """Seconds of a denoise step and of a decoded unit, from PyTorch alone to all kernels; attention is the same."""
+    for i in range(len(OPERATIONS) + 1):
+        compute_plainly(OPERATIONS[i:])
+        seconds = []
+        for part in (parts.step, parts.unit):
+            part()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            part()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        added = f"+ {OPERATIONS[i - 1]}" if i else "PyTorch"
+        print(f"ablation: {added:20}  step {seconds[0]:.3f}  unit {seconds[1]:.3f}", flush=True)
+    compute_plainly(())
 
 
 def transformer_flop(config: TransformerConfig, case: Case) -> float:

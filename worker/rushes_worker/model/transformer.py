@@ -97,6 +97,13 @@ class Transformer:
         """
         return self._refiner(text_embeds)
 
+    def run_block(self, layer: int, step: int, x_sC: Tensor, sequence: PackedSequence) -> Tensor:
+        """One block alone: (s, C) residual before it, which is changed, to (s, C) after it."""
+        tags_s = sequence.tags_S[self._parallel.own_rows(sequence.num_rows)]
+        due = self._blocks[layer](x_sC, None, self._modulation.block(layer, step), tags_s, sequence)
+        norm_rows_(x_sC, self._norm_out, self._config.final_norm_eps, update=due, tags_S=tags_s)
+        return x_sC
+
     def forward(
         self, step: int, text_rows: Tensor, audio_rows: Tensor, video_rows: Tensor, sequence: PackedSequence
     ) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,8 @@ class FastH3Pipeline:
             parallel=self._parallel,
             attention=attention,
         )
+        self.dtype = precision.transformer
+        """Of the transformer's rows."""
         self._text_dtype = precision.text_encoder
         self._text_encoder = None
         if self._is_first:
@@ -116,6 +118,8 @@ class FastH3Pipeline:
         self._audio_vae = None
         if self._is_last:
             self._audio_vae = AudioVaeDecoder(opened.audio_vae_config, opened.weights("audio_vae"), device=self._device)
+        if self._device.type == "cuda":
+            self._warm_up()
 
     @torch.inference_mode()
     def render(self, request: RenderRequest, reporter: Reporter) -> None:
@@ -126,7 +130,7 @@ class FastH3Pipeline:
             InvalidRequest: the prompt, the size or the length cannot be rendered; on all ranks.
             InvalidOutput: latents, frames or samples are not finite; on all ranks.
         """
-        shape = _ClipShape.plan(request, self._config, self._video_vae.config.spatial_compression)
+        shape = ClipShape.plan(request, self._config, self._video_vae.config.spatial_compression)
         token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
 
         self._enter(reporter, "encoding", request)
@@ -144,8 +148,35 @@ class FastH3Pipeline:
             latent_height=shape.latent_height,
             latent_width=shape.latent_width,
         )
-        self._decode_video(latents_CTHW, reporter, tile_batch=1 if request.low_memory else None)
-        self._decode_audio(audio_rows, shape.clip, reporter)
+        # the sound first: the media process has it long before the last frames
+        sound = self._decode_audio(audio_rows, shape.clip)
+        self._decode_video(latents_CTHW, sound, reporter, tile_batch=1 if request.low_memory else None)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run every part once on next to nothing: kernels are compiled and libraries loaded before the first clip."""
+        video, config = self._video_vae.config, self._config
+        text_rows = self._transformer.refine(self._encode([0]))
+        sequence = PackedSequence.build(
+            config,
+            text_length=1,
+            audio_latents=1,
+            latent_frames=1,
+            latent_height=4 * config.patch_size[1],
+            latent_width=4 * config.patch_size[2],
+            device=self._device,
+        )
+        self._transformer.forward(
+            0,
+            text_rows,
+            torch.zeros(2, config.audio_in_channels, device=self._device),
+            torch.zeros(16, config.patch_features, device=self._device),
+            sequence,
+        )
+        self._video_vae.decode_unit(torch.zeros(video.latent_channels, self._video_vae.units.unit_latents, 2, 2))
+        if self._audio_vae is not None:
+            self._audio_vae.decode(torch.zeros(2, config.audio_in_channels, 2))
+        torch.cuda.synchronize(self._device)
 
     @property
     def _is_first(self) -> bool:
@@ -168,7 +199,7 @@ class FastH3Pipeline:
             states = self._text_encoder.encode(torch.tensor(token_ids))
         return self._parallel.broadcast(states, 0)
 
-    def _denoise(self, seed: int, text_rows: Tensor, shape: "_ClipShape", reporter: Reporter) -> tuple[Tensor, Tensor]:
+    def _denoise(self, seed: int, text_rows: Tensor, shape: "ClipShape", reporter: Reporter) -> tuple[Tensor, Tensor]:
         video_noise, audio_noise = initial_noise(
             seed,
             latent_channels=self._config.in_channels,
@@ -205,47 +236,98 @@ class FastH3Pipeline:
             raise InvalidOutput("the denoised latents are not finite", stage="denoising")
         return audio_rows, video_rows
 
-    def _decode_video(self, latents_CTHW: Tensor, reporter: Reporter, *, tile_batch: int | None) -> None:
+    def _decode_video(
+        self, latents_CTHW: Tensor, sound: "_Outbound", reporter: Reporter, *, tile_batch: int | None
+    ) -> None:
         """Decode this rank's units. A unit's first frames fade in over the tail of the unit before, which the rank
-        before decodes in the same round; rank 0 gets it one round earlier from the last rank."""
+        before decodes in the same round; rank 0 gets it one round earlier from the last rank.
+
+        What is decoded in one round, the sound in the first, is handed over while the device works on the next.
+        """
         units = self._video_vae.units
         num_units = units.num_units(latents_CTHW.shape[1])
         height, width = (extent * self._video_vae.config.spatial_compression for extent in latents_CTHW.shape[2:])
         no_tail = torch.zeros(3, units.tail_frames, height, width, device=self._device)
         carried_tail = no_tail
+        outbound = sound
         for first in range(0, num_units, self._parallel.size):
             unit = first + self._parallel.rank
-            body, tail, is_finite = None, no_tail, True
+            body, tail, is_finite = None, no_tail, None
             if unit < num_units:
                 frames = self._video_vae.decode_unit(latents_CTHW[:, units.latent_frames(unit)], tile_batch=tile_batch)
                 body, tail = units.split(frames)
-                is_finite = bool(frames.isfinite().all())
-            if self._parallel.any(not is_finite):
-                raise InvalidOutput("decoded frames are not finite", stage="decoding")
+                is_finite = frames.isfinite().all()
             passed_tail = self._parallel.pass_on(tail)
             if body is not None:
                 if unit > 0:
                     body = cross_fade(carried_tail if self._is_first else passed_tail, body)
                 if unit == num_units - 1:
                     body = torch.cat([body, tail], dim=1)
-                reporter.frames(unit, to_uint8(body).cpu().numpy())
+                body = to_uint8(body)
             carried_tail = passed_tail
+            decoded, outbound = outbound, _Outbound("frames", body, is_finite, unit)
+            self._hand_over(decoded, reporter)
             reporter.checkpoint()
+        self._hand_over(outbound, reporter)
 
-    def _decode_audio(self, audio_rows: Tensor, clip: Clip, reporter: Reporter) -> None:
-        samples = None
-        if self._audio_vae is not None:
-            samples = self._audio_vae.decode(audio_latents(audio_rows))
-            # the decoder makes whole latents' worth of samples; the soundtrack lasts as long as the picture
-            samples = F.pad(samples, (0, clip.num_audio_samples - samples.shape[1]))
-        if self._parallel.any(samples is not None and not bool(samples.isfinite().all())):
-            raise InvalidOutput("decoded samples are not finite", stage="decoding")
-        if samples is not None:
-            reporter.audio(samples.cpu().numpy())
+    def _decode_audio(self, audio_rows: Tensor, clip: Clip) -> "_Outbound":
+        if self._audio_vae is None:
+            return _Outbound("samples", None, None)
+        samples = self._audio_vae.decode(audio_latents(audio_rows))
+        # the decoder makes whole latents' worth of samples; the soundtrack lasts as long as the picture
+        samples = F.pad(samples, (0, clip.num_audio_samples - samples.shape[1]))
+        return _Outbound("samples", samples, samples.isfinite().all())
+
+    def _hand_over(self, outbound: "_Outbound", reporter: Reporter) -> None:
+        """
+        Raises:
+            InvalidOutput: what some rank decoded in that round is not finite; on all ranks.
+        """
+        outbound.wait()
+        if self._parallel.any(not outbound.is_finite):
+            raise InvalidOutput(f"decoded {outbound.what} are not finite", stage="decoding")
+        if outbound.values is None:
+            return
+        if outbound.what == "samples":
+            reporter.audio(outbound.values.numpy())
+        else:
+            reporter.frames(outbound.unit, outbound.values.numpy())
+
+
+class _Outbound:
+    """A result of this rank, or none, on its way to the host; `values` and `is_finite` count after `wait`."""
+
+    def __init__(self, what: str, values: Tensor | None, is_finite: Tensor | None, unit: int = 0) -> None:
+        self.what = what
+        self.unit = unit
+        self.values = None if values is None else _to_host(values)
+        self._flag = None if is_finite is None else _to_host(is_finite)
+        self._copied = None
+        if values is not None and values.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def is_finite(self) -> bool:
+        return self._flag is None or bool(self._flag)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """`x` on the CPU; from CUDA it is there when what the stream holds now is done."""
+    if not x.is_cuda:
+        return x
+    # pageable memory would make the host wait, and copy at a tenth of the speed
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _ClipShape:
+class ClipShape:
+    """A clip and its latents."""
+
     clip: Clip
     latent_height: int
     latent_width: int

@@ -1,0 +1,59 @@
+"""Single parts of a loaded pipeline, at the size of a clip: for checks and benchmarks."""
+
+import torch
+from torch import Tensor
+
+from rushes_worker.model.sequence import PackedSequence
+from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.pipeline.fasth3 import ClipShape, FastH3Pipeline
+
+
+class Parts:
+    """One rank's transformer and decoder with random inputs of the shapes that a request has.
+
+    Args:
+        text_length: prompt tokens.
+    """
+
+    def __init__(self, pipeline: FastH3Pipeline, request: RenderRequest, text_length: int) -> None:
+        self._transformer = pipeline._transformer
+        self._video_vae = pipeline._video_vae
+        config, device = pipeline._config, pipeline._device
+        shape = ClipShape.plan(request, config, self._video_vae.config.spatial_compression)
+        self._sequence = PackedSequence.build(
+            config,
+            text_length=text_length,
+            audio_latents=shape.clip.num_audio_latents,
+            latent_frames=shape.clip.num_latent_frames,
+            latent_height=shape.latent_height,
+            latent_width=shape.latent_width,
+            device=device,
+        )
+        generator = torch.Generator(device).manual_seed(request.seed)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device)
+
+        text, audio, video = (segment.num_rows for segment in self._sequence.segments)
+        self._rows_SC = randn(self._sequence.num_rows, config.hidden_size).to(pipeline.dtype)
+        self._text_rows = self._rows_SC[:text]
+        self._audio_rows = randn(audio, config.audio_in_channels)
+        self._video_rows = randn(video, config.patch_features)
+        frames = self._video_vae.units.unit_latents
+        self._unit_CTYX = randn(self._video_vae.config.latent_channels, frames, shape.latent_height, shape.latent_width)
+
+    @torch.inference_mode()
+    def block_update(self) -> Tensor:
+        """(S, C) fp32: what the first block adds to random rows in the fourth step."""
+        x_SC = self._rows_SC.clone()
+        return self._transformer.run_block(0, 3, x_SC, self._sequence).float() - self._rows_SC.float()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One denoise step."""
+        self._transformer.forward(3, self._text_rows, self._audio_rows, self._video_rows, self._sequence)
+
+    @torch.inference_mode()
+    def unit(self) -> Tensor:
+        """One decoded temporal unit."""
+        return self._video_vae.decode_unit(self._unit_CTYX)
