@@ -20,6 +20,7 @@ from rushes_api.boundary import Boundary
 from rushes_api.deps import State
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
+from rushes_api.pauses import Pauses
 from rushes_api.pulse import beating
 from rushes_api.readiness import Readiness
 from rushes_api.routers import actions, api_keys, content, events, health, models, projects, sync, videos
@@ -67,6 +68,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 sessions=sessions,
                 lookup=lookup,
                 pulse=pulse,
+                pauses=Pauses(sessions),
                 store=store,
                 store_limiter=CapacityLimiter(STORE_THREADS),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),

@@ -7,9 +7,9 @@ from anyio import CapacityLimiter
 from fastapi import Depends, Request
 from rushes_core import jobs, keys
 from rushes_core.errors import JobDeleted, JobNotFound
+from rushes_core.fields import printable
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
-from rushes_core.request import printable
 from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
@@ -20,6 +20,7 @@ from rushes_api.boundary import ANSWER_HEADERS
 from rushes_api.errors import ApiError, InsufficientScope
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
+from rushes_api.pauses import Pauses
 from rushes_api.pulse import Pulse
 from rushes_api.readiness import Readiness
 from rushes_api.watch import Watcher
@@ -36,6 +37,7 @@ class State(TypedDict):
     sessions: async_sessionmaker[AsyncSession]
     lookup: Lookup
     pulse: Pulse
+    pauses: Pauses
     store: ObjectStore
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""

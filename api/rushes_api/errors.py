@@ -22,8 +22,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
 from rushes_core.errors import InvalidRequest, JobDeleted, JobNotFound, RushesError, StorageError, TransitionRefused
+from rushes_core.fields import printable
 from rushes_core.log import get_logger
-from rushes_core.request import InvalidFields, ModelNotFound, printable
+from rushes_core.request import InvalidFields, ModelNotFound
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException

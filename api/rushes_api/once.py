@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from psycopg.errors import LockNotAvailable
 from pydantic import BaseModel
+from rushes_core.fields import shown
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
 from rushes_core.log import get_logger
 from rushes_core.models import IdempotencyKey
-from rushes_core.request import shown
 from sqlalchemy import and_, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, OperationalError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel
-from rushes_core.request import shown
+from rushes_core.fields import shown
 from sqlalchemy import Select
 from sqlalchemy.orm import InstrumentedAttribute
 

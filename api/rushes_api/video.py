@@ -7,10 +7,11 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from rushes_core.canvas import Canvas
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
+from rushes_core.fields import PRIORITIES
+from rushes_core.holds import CONCURRENCY
 from rushes_core.models import Job
-from rushes_core.request import PRIORITIES
 from rushes_core.served_model import ServedModel
-from rushes_core.states import JobState
+from rushes_core.states import JobState, Phase
 
 from rushes_api.page import Listed
 
@@ -29,13 +30,16 @@ class VideoError(BaseModel):
     code: str
     message: str
     stage: str | None
+    retryable: bool
+    """Whether it may end otherwise when it is retried."""
 
 
 class ProgressDetail(BaseModel):
-    """Denoise steps of the current or last attempt."""
+    """Denoise steps of the current or last attempt, and in words what is being done."""
 
     completed_steps: int
     total_steps: int | None
+    message: str | None
 
 
 class Queue(BaseModel):
@@ -43,7 +47,23 @@ class Queue(BaseModel):
 
     position: int | None
     ahead: int | None
-    reason: Literal["not_before", "retrying"] | None
+    reason: Literal["not_before", "paused", "concurrency", "retrying"] | None
+
+
+class Eta(BaseModel):
+    """When a job is expected to start and to be completed, in Unix seconds."""
+
+    starts_at: int | None
+    completes_at: int | None
+    confidence: Literal["p80"]
+
+
+class WebhookState(BaseModel):
+    """How the job's webhook fares. No job has one in this release."""
+
+    state: Literal["none"]
+    attempts: int
+    last_status: int | None
 
 
 class Timing(BaseModel):
@@ -92,6 +112,7 @@ class Video(Listed):
     priority: str
     progress_detail: ProgressDetail
     queue: Queue
+    eta: Eta | None
     timing: Timing
     generation: int
     attempt: int
@@ -100,44 +121,60 @@ class Video(Listed):
     deadline: int | None
     cancel_requested_at: int | None
     output: Output
+    batch_id: str | None
+    campaign_id: str | None
+    custom_id: str | None
+    webhook: WebhookState
 
 
-def video_of(job: Job, model: ServedModel, *, retention_days: int = 0, num_ahead: int | None = None) -> Video:
+def video_of(
+    job: Job,
+    model: ServedModel,
+    *,
+    retention_days: int = 0,
+    num_ahead: int | None = None,
+    eta: Eta | None = None,
+    is_paused: bool = False,
+    only_openais_words: bool = False,
+) -> Video:
     """How `job` looks to its client.
 
     Args:
-        retention_days: how long clips are kept; 0: for ever.
+        retention_days: how long clips are kept whose client did not say; 0: for ever.
         num_ahead: jobs before it in the queue, where somebody counted them.
+        is_paused: the queue is, for its project.
+        only_openais_words: `status` is one of OpenAI's four.
     """
     state = job.state
     request = job.request
     requested, not_before = request.get("size_requested"), request.get("not_before")
     completed_at = job.finished_at if state is JobState.COMPLETED else None
-    expires_at = completed_at + timedelta(days=retention_days) if completed_at and retention_days else None
+    expires_at = job.retain_until
+    if expires_at is None and completed_at and retention_days:
+        expires_at = completed_at + timedelta(days=retention_days)
+    status = _STATUS[state]
     return Video(
         id=job.id,
         object="video",
         created_at=int(job.created_at.timestamp()),
         completed_at=unix_or_none(completed_at),
         expires_at=unix_or_none(expires_at),
-        status=_STATUS[state],
+        status="failed" if only_openais_words and status in _BEYOND_OPENAI else status,
         progress=job.progress,
         model=job.model,
         prompt=job.prompt,
         seconds=str(request.get("seconds", "")),
         size=f"{job.width}x{job.height}",
-        remixed_from_video_id=None,
+        remixed_from_video_id=job.remixed_from,
         error=error_of(job.error) if state.is_final else None,
         size_requested=None if requested is None else str(requested),
         phase=job.phase if state is JobState.RUNNING else None,
         seed=job.seed,
         metadata=_metadata_of(request),
         priority=_PRIORITY_NAMES.get(job.priority, str(job.priority)),
-        progress_detail=ProgressDetail(
-            completed_steps=job.completed_steps,
-            total_steps=model.contract.num_forwards if job.model == model.name else None,
-        ),
-        queue=_queue_of(job, num_ahead),
+        progress_detail=_progress_of(job, model),
+        queue=_queue_of(job, num_ahead, is_paused=is_paused),
+        eta=eta,
         timing=_timing_of(job, state),
         generation=job.generation,
         attempt=job.attempt,
@@ -146,6 +183,10 @@ def video_of(job: Job, model: ServedModel, *, retention_days: int = 0, num_ahead
         deadline=unix_or_none(job.deadline_at),
         cancel_requested_at=unix_or_none(job.cancel_requested_at),
         output=_output_of(job),
+        batch_id=None,
+        campaign_id=None,
+        custom_id=None,
+        webhook=WebhookState(state="none", attempts=0, last_status=None),
     )
 
 
@@ -173,6 +214,23 @@ _STATUS: dict[JobState, Status] = {
 }
 
 
+_BEYOND_OPENAI = ("cancelled", "expired")
+
+RETRYABLE_ERRORS: dict[str, bool] = {
+    "generation_failed": True,
+    "worker_lost": True,
+    "worker_crash": False,
+    "out_of_memory": False,
+    "invalid_output": True,
+    "media_failed": True,
+    "media_process_lost": True,
+    "storage_error": True,
+    "invalid_request": False,
+    "cancelled_by_user": True,
+    "deadline_exceeded": True,
+}
+"""Every code that an ended job may have, and whether it may end otherwise when it is retried."""
+
 _PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
 """URLs and paths: what they name is inside, and nobody's business outside."""
 
@@ -185,15 +243,25 @@ def error_of(error: dict[str, Any] | None) -> VideoError | None:
     """An error as it is stored, without the hosts and paths that its message may name."""
     if error is None:
         return None
-    stage = error.get("stage")
+    code, stage = str(error.get("code", "generation_failed")), error.get("stage")
     return VideoError(
-        code=str(error.get("code", "generation_failed")),
+        code=code,
         message=_PLACE.sub("[...]", str(error.get("message", ""))),
         stage=None if stage is None else str(stage),
+        retryable=RETRYABLE_ERRORS.get(code, True),
     )
 
 
-def _queue_of(job: Job, num_ahead: int | None) -> Queue:
+def _progress_of(job: Job, model: ServedModel) -> ProgressDetail:
+    total = model.contract.num_forwards if job.model == model.name else None
+    message = None
+    if job.state is JobState.RUNNING and job.phase is not None:
+        steps = f", {job.completed_steps} of {total} steps done" if job.phase == Phase.DENOISING and total else ""
+        message = f"{job.phase.capitalize()}{steps}"
+    return ProgressDetail(completed_steps=job.completed_steps, total_steps=total, message=message)
+
+
+def _queue_of(job: Job, num_ahead: int | None, *, is_paused: bool) -> Queue:
     if is_held(job):
         return Queue(position=None, ahead=None, reason="not_before")
     if job.state is not JobState.QUEUED:
@@ -201,8 +269,14 @@ def _queue_of(job: Job, num_ahead: int | None) -> Queue:
     return Queue(
         position=None if num_ahead is None else num_ahead + 1,
         ahead=num_ahead,
-        reason=None if job.error is None else "retrying",
+        reason="paused" if is_paused else _reason_of(job),
     )
+
+
+def _reason_of(job: Job) -> Literal["concurrency", "retrying"] | None:
+    if job.hold == CONCURRENCY:
+        return "concurrency"
+    return None if job.error is None else "retrying"
 
 
 def _metadata_of(request: dict[str, Any]) -> dict[str, str]:

@@ -1,14 +1,22 @@
-"""How this deployment shows a job to the caller at hand."""
+"""How this deployment shows jobs to the caller at hand."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends
+from fastapi import Depends, Request
 from rushes_core.models import Job
 from rushes_core.served_model import ServedModel
+from rushes_core.states import JobState, states_with_status
 
-from rushes_api.deps import AppState
-from rushes_api.video import Video, video_of
+from rushes_api.deps import AppState, CurrentCaller, query
+from rushes_api.page import one_of
+from rushes_api.pauses import Pauses
+from rushes_api.video import Eta, Video, video_of
+
+VIEW_PARAMETERS = ("compat",)
+"""Query parameters that change how a job is shown."""
+OPENAI = "openai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +25,35 @@ class View:
 
     model: ServedModel
     retention_days: int
+    pauses: Pauses
+    only_openais_words: bool
 
-    def video(self, job: Job, *, num_ahead: int | None = None) -> Video:
+    def video(self, job: Job, *, num_ahead: int | None = None, eta: Eta | None = None) -> Video:
         """`job` as it is shown; `num_ahead` where somebody counted the jobs before it."""
-        return video_of(job, self.model, retention_days=self.retention_days, num_ahead=num_ahead)
+        return video_of(
+            job,
+            self.model,
+            retention_days=self.retention_days,
+            num_ahead=num_ahead,
+            eta=eta,
+            is_paused=self.pauses.has(job.project),
+            only_openais_words=self.only_openais_words,
+        )
+
+    def states_of(self, status: str) -> tuple[JobState, ...]:
+        """The states that are shown as `status`."""
+        states = states_with_status(status)
+        if self.only_openais_words and status == "failed":
+            return (*states, JobState.CANCELLED, JobState.EXPIRED)
+        return states
 
 
-async def _view(state: AppState) -> View:
-    return View(state["model"], state["settings"].retention_days)
+async def _view(request: Request, caller: CurrentCaller, state: AppState) -> View:
+    sent = request.query_params.get("compat")
+    compat = caller.compat if sent is None else one_of("compat", sent, (OPENAI,))
+    await state["pauses"].refresh()
+    return View(state["model"], state["settings"].retention_days, state["pauses"], compat == OPENAI)
 
 
+ViewQuery = Annotated[Mapping[str, str], Depends(query(*VIEW_PARAMETERS))]
 CurrentView = Annotated[View, Depends(_view)]

@@ -2,11 +2,13 @@
 
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_api.app import create_app
+from rushes_core import backlog
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
@@ -69,6 +71,8 @@ class TestCreate:
         assert (video["attempt"], video["max_attempts"], video["priority"]) == (0, 3, "normal")
         assert video["output"]["num_frames"] == 124
         assert video["output"]["bytes"] is None
+        assert video["batch_id"] is video["campaign_id"] is video["custom_id"] is video["eta"] is None
+        assert video["webhook"] == {"state": "none", "attempts": 0, "last_status": None}
         assert 0 <= video["seed"] < 2**53
 
     @pytest.mark.parametrize("seed", [0, 2**53 + 1, 2**63 - 1])
@@ -95,7 +99,34 @@ class TestCreate:
         rows = [driver.row(video["id"]) for video in made]
         assert len({json.dumps([r.prompt, r.seed, r.num_frames, r.width, r.request]) for r in rows if r}) == 1
 
-    @pytest.mark.parametrize("body", [{"fps": 30}, {"n": 2}, {"size": "769x1345"}, {"response_format": "b64_json"}])
+    def test_uniserves_body_makes_a_job_as_well(self, client: TestClient) -> None:
+        target = {"short_edge": 480, "aspect_ratio": "9:16", "duration_seconds": 5}
+        video = create(client, task="t2va", conditions=[], target=target, seed=1_000)
+        assert (video["size"], video["seconds"], video["seed"]) == ("480x832", "5", 1_000)
+
+    def test_the_client_says_how_long_the_clip_is_kept(self, client: TestClient, driver: JobDriver) -> None:
+        video = create(client, retention={"anchor": "created_at", "seconds": 7_200})
+        assert video["expires_at"] - video["created_at"] in (7_200, 7_201)
+        assert get(client, video["id"])["expires_at"] == video["expires_at"]
+        row = driver.row(video["id"])
+        assert row is not None
+        assert row.retain_until == row.created_at + timedelta(seconds=7_200)
+
+    def test_what_is_stored_and_where_goes_to_the_worker(self, client: TestClient, driver: JobDriver) -> None:
+        output = {"thumbnail": False, "key_prefix": "acme/spots"}
+        row = driver.row(create(client, output=output)["id"])
+        assert row is not None
+        assert row.request["output"] == output
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            *({"fps": 30}, {"fps": 23.976}, {"fps": 0}, {"n": 2}, {"guidance_scale": 7}, {"size": "769x1345"}),
+            *({"response_format": "b64_json"}, {"webhook_url": "https://a.example"}, {"seconds": 15.1}),
+            *({"secnds": 4}, {"Prompt": "x"}, {"extra_body": {"seed": 1}}, {"num_frames": 363}, {"seed": 2**63}),
+        ],
+        ids=str,
+    )
     def test_what_is_refused_leaves_no_row(self, client: TestClient, driver: JobDriver, body: dict[str, Any]) -> None:
         before = driver.num_rows()
         response = client.post("/v1/videos", json={"prompt": "a dog", **body})
@@ -141,7 +172,11 @@ class TestRetrieve:
         driver.report(job, phase="denoising", completed_steps=4, progress=46)
         running = get(client, video_id)
         assert (running["status"], running["phase"], running["progress"]) == ("in_progress", "denoising", 46)
-        assert running["progress_detail"] == {"completed_steps": 4, "total_steps": 8}
+        assert running["progress_detail"] == {
+            "completed_steps": 4,
+            "total_steps": 8,
+            "message": "Denoising, 4 of 8 steps done",
+        }
         assert running["attempt"] == 1
         assert running["timing"]["queued_s"] >= 0
         assert running["queue"] == {"position": None, "ahead": None, "reason": None}
@@ -165,6 +200,7 @@ class TestRetrieve:
             "code": "out_of_memory",
             "message": "The decoder ran out of memory.",
             "stage": "decoding",
+            "retryable": False,
         }
         assert failed["completed_at"] is None
 
@@ -174,6 +210,17 @@ class TestRetrieve:
         waiting = get(client, video_id)
         assert (waiting["status"], waiting["error"], waiting["attempt"]) == ("queued", None, 1)
         assert waiting["queue"]["reason"] == "retrying"
+
+    def test_the_queue_of_its_project_may_be_paused(self, api_settings: Settings, driver: JobDriver) -> None:
+        with driver.engine.begin() as connection:
+            connection.execute(backlog.pause_queue("default"))
+        try:
+            with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
+                video_id = create(client)["id"]
+                assert get(client, video_id)["queue"]["reason"] == "paused"
+        finally:
+            with driver.engine.begin() as connection:
+                connection.execute(backlog.resume_queue("default"))
 
     def test_a_waiting_one_has_a_place_in_the_queue(self, client: TestClient) -> None:
         first = get(client, create(client, priority="bulk")["id"])
@@ -217,6 +264,35 @@ class TestRetrieve:
             text = client.get(path).text
             for trace in ("file://", "/tmp", "/home", "127.0.0.1", "test:1", driver.store.bucket, "results/"):
                 assert trace not in text
+
+
+class TestCompat:
+    """Clients that know OpenAI's four words of a status only."""
+
+    @pytest.fixture
+    def cancelled(self, client: TestClient) -> str:
+        video_id: str = create(client)["id"]
+        client.post(f"/v1/videos/{video_id}/cancel")
+        return video_id
+
+    def test_a_cancelled_one_has_failed_with_the_same_error(self, client: TestClient, cancelled: str) -> None:
+        ours = get(client, cancelled)
+        theirs = client.get(f"/v1/videos/{cancelled}?compat=openai").json()
+        assert (ours["status"], theirs["status"]) == ("cancelled", "failed")
+        assert ours["error"] == theirs["error"]
+
+    def test_lists_show_and_find_it_so(self, client: TestClient, cancelled: str) -> None:
+        listed = client.get("/v1/videos?compat=openai&status=failed&limit=1").json()
+        assert (listed["first_id"], listed["data"][0]["status"]) == (cancelled, "failed")
+        assert cancelled not in client.get("/v1/videos?status=failed&limit=100").text
+
+    def test_a_new_one_is_shown_as_ever(self, client: TestClient) -> None:
+        response = client.post("/v1/videos?compat=openai", json={"prompt": "a dog"})
+        assert (response.status_code, response.json()["status"]) == (200, "queued")
+
+    def test_there_is_one_other_way_to_show_them(self, client: TestClient, cancelled: str) -> None:
+        response = client.get(f"/v1/videos/{cancelled}?compat=azure")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "compat")
 
 
 class TestDelete:

@@ -12,12 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import KEY_HEADER, NO_BODY
 from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
-from rushes_api.deps import AppState, CurrentCaller, CurrentJob, NoQuery, Session, WellFormedId, find_job, query
+from rushes_api.deps import AppState, CurrentCaller, CurrentJob, Session, WellFormedId, find_job, query
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.quota import reserve_place, take_place
 from rushes_api.video import Video
-from rushes_api.view import CurrentView
+from rushes_api.view import CurrentView, ViewQuery
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -33,7 +33,7 @@ async def cancel_video(
     video_id: WellFormedId,
     request: Request,
     caller: CurrentCaller,
-    parameters: NoQuery,
+    parameters: ViewQuery,
     key: SentKey,
     state: AppState,
     view: CurrentView,
@@ -57,7 +57,7 @@ async def retry_video(
     video_id: WellFormedId,
     request: Request,
     caller: CurrentCaller,
-    parameters: NoQuery,
+    parameters: ViewQuery,
     key: SentKey,
     state: AppState,
     view: CurrentView,

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core.events import Glimpse, Step
+from rushes_core.fields import shown
 from rushes_core.models import Job
-from rushes_core.request import shown
 from rushes_core.states import JobState
 from sqlalchemy.exc import SQLAlchemyError
 
-from rushes_api.deps import AppState, CurrentCaller, NoQuery, State, WellFormedId, visible
+from rushes_api.deps import AppState, CurrentCaller, State, WellFormedId, visible
 from rushes_api.errors import ApiError, Unauthorized, Unavailable
 from rushes_api.event_stream import BEAT, MEDIA_TYPE, RECONNECT_MS, EventStream, event
-from rushes_api.view import CurrentView, View
+from rushes_api.view import CurrentView, View, ViewQuery
 from rushes_api.watch import Closing, Story
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -62,7 +62,7 @@ async def follow_video(
     video_id: WellFormedId,
     request: Request,
     caller: CurrentCaller,
-    parameters: NoQuery,
+    parameters: ViewQuery,
     last_place: Annotated[int | None, Depends(_last_place)],
     state: AppState,
     view: CurrentView,

@@ -9,7 +9,7 @@ from rushes_core import jobs
 from rushes_core.ids import is_video_id
 from rushes_core.models import Job
 from rushes_core.request import ResolvedRequest
-from rushes_core.states import JobState, states_with_status
+from rushes_core.states import JobState
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
@@ -30,7 +30,7 @@ from rushes_api.deps import (
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.video import Video, is_held, poll_after_ms
-from rushes_api.view import CurrentView, View
+from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -53,7 +53,7 @@ _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER, PREFE
 async def create_video(
     request: Request,
     caller: CurrentCaller,
-    parameters: NoQuery,
+    parameters: ViewQuery,
     key: SentKey,
     sent: SentVideo,
     state: AppState,
@@ -81,12 +81,12 @@ async def accepted(
 @router.get("", response_model=VideoList)
 async def list_videos(
     project: CurrentProject,
-    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "status"))],
+    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, *VIEW_PARAMETERS, "status"))],
     session: Session,
     view: CurrentView,
 ) -> Response:
     wanted = wanted_page(parameters, key_of=_video_id, what="a video")
-    statement = jobs.listed(project=project, states=_states(parameters.get("status")))
+    statement = jobs.listed(project=project, states=_states(parameters.get("status"), view))
     rows = (await session.execute(wanted.rows(statement, Job.id))).scalars().all()
     return answer(VideoList.of(rows, view.video, limit=wanted.limit))
 
@@ -97,7 +97,7 @@ async def list_videos(
     dependencies=[WAIT_FIRST],
     openapi_extra={"parameters": [PREFER_HEADER]},
 )
-async def get_video(job: CurrentJob, parameters: NoQuery, state: AppState, view: CurrentView) -> Response:
+async def get_video(job: CurrentJob, parameters: ViewQuery, state: AppState, view: CurrentView) -> Response:
     waits = job.state is JobState.QUEUED and not is_held(job)
     num_ahead = await state["lookup"].num_ahead(job) if waits else None
     poll_after = poll_after_ms(job, num_ahead)
@@ -125,8 +125,8 @@ def _video_id(text: str) -> str | None:
     return text if is_video_id(text) else None
 
 
-def _states(text: str | None) -> tuple[JobState, ...] | None:
+def _states(text: str | None, view: View) -> tuple[JobState, ...] | None:
     if text is None:
         return None
     words = tuple(dict.fromkeys(state.public_status for state in JobState))
-    return states_with_status(one_of("status", text, words))
+    return view.states_of(one_of("status", text, words))
