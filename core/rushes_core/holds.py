@@ -17,10 +17,13 @@ CHANGED_AT_ONCE = 1_000
 """Jobs that one `open_holds` holds, or opens, at most; one that changed so many is to be repeated."""
 
 
+# made once: SQLAlchemy takes longer to build it than Postgres to run it
+_LIMITED = select(case((ApiKey.max_running.is_not(None), literal(CONCURRENCY, Job.hold.type))))
+
+
 def initial_hold(api_key: str | SQLColumnExpression[str | None]) -> ScalarSelect[str | None]:
     """The hold that a job of this key begins with, whatever a process remembers of the key."""
-    limited = case((ApiKey.max_running.is_not(None), literal(CONCURRENCY, Job.hold.type)))
-    return select(limited).where(ApiKey.id == api_key).scalar_subquery()
+    return _LIMITED.where(ApiKey.id == api_key).scalar_subquery()
 
 
 def open_holds(api_key: str) -> TextClause:
