@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 _SPEC = re.compile(r"(?P<first>[0-9]*)-(?P<last>[0-9]*)", re.ASCII)
+_ETAG = re.compile(r"""(W/)?("[^"]*")""")
 _HUGE = 10**18
 
 
@@ -64,5 +65,6 @@ def etag_matches(header: str | None, etag: str, *, weak: bool = True) -> bool:
     """Whether an If-Match or If-None-Match header names `etag` or is `*`."""
     if header is None:
         return False
-    tags = [tag.strip() for tag in header.split(",")]
-    return "*" in tags or etag in ([tag.removeprefix("W/") for tag in tags] if weak else tags)
+    if header.strip() == "*":
+        return True
+    return any(tag == etag and (weak or not is_weak) for is_weak, tag in _ETAG.findall(header))

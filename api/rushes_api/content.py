@@ -1,32 +1,38 @@
-"""Handing out a finished clip: streamed through the API with ranges, or by a redirect to the store."""
+"""Handing out a finished clip: and what lies beside it: streamed through the API with ranges, or by a redirect to
+the store."""
 
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from rushes_core.errors import ObjectMissing
+from rushes_core.fields import shown
 from rushes_core.models import Job
-from rushes_core.request import shown
 from rushes_core.settings import ContentDelivery
 from rushes_core.states import JobState
-from rushes_core.storage import content_disposition
+from rushes_core.storage import Destination, ObjectStore, content_disposition
+from rushes_core.variants import PICTURES, VARIANTS, Variant
 
 from rushes_api.byte_range import ByteRange, Unsatisfiable, etag_matches, parse_range
 from rushes_api.deps import State
 from rushes_api.errors import ApiError, GenerationFailed, NotReady, RangeNotSatisfiable
-from rushes_api.video import CONTENT_TYPE, MIN_POLL_MS, removed_at
+from rushes_api.stored import StoredVariant, filename, stored_variants
+from rushes_api.video import MIN_POLL_MS, error_of, removed_at
 
-VARIANTS = ("video",)
 
+def variant_named(name: str) -> Variant:
+    """The variant that a client asks for.
 
-def check_variant(variant: str) -> None:
-    """Refuse what the store does not hold."""
-    if variant not in VARIANTS:
-        raise ApiError(f"variant must be one of {', '.join(VARIANTS)}, got {shown(variant)}", param="variant")
+    Raises:
+        ApiError
+    """
+    if name not in VARIANTS:
+        raise ApiError(f"variant must be one of {', '.join(VARIANTS)}, got {shown(name)}", param="variant")
+    return VARIANTS[name]
 
 
 def check_finished(job: Job) -> None:
@@ -41,16 +47,40 @@ def check_finished(job: Job) -> None:
     if not state.is_final:
         raise NotReady(f"{job.id} is {state.public_status}: its clip is not ready", retry_after=MIN_POLL_MS // 1_000)
     if state is not JobState.COMPLETED:
-        error = job.error or {}
-        code = str(error.get("code", "generation_failed"))
-        raise GenerationFailed(f"{job.id} is {state.public_status}: {error.get('message', '')}".rstrip(": "), code=code)
+        error = error_of(job.error or {})
+        assert error is not None
+        raise GenerationFailed(f"{job.id} is {state.public_status}: {error.message}".rstrip(": "), code=error.code)
     if removed_at(job) is not None:
         message = f"the clip of {job.id} was removed when its retention period ended"
         raise ApiError(message, code="video_expired", status=HTTPStatus.GONE)
 
 
-async def deliver(job: Job, request: Request, state: State, *, redirect: str | None) -> Response:
-    """The clip of a completed job, in the way that the settings say.
+def find_variant(job: Job, variant: Variant) -> StoredVariant:
+    """What is stored of a completed job under this name.
+
+    Raises:
+        ApiError: it has no such variant.
+    """
+    stored = stored_variants(job)
+    if variant.name in stored:
+        return stored[variant.name]
+    output: dict[str, Any] = job.request.get("output") or {}
+    if "variants" not in (job.result or {}):
+        why = "it was made by a release that stored the clip only"
+    elif variant in PICTURES and output.get("thumbnail") is False:
+        why = "output.thumbnail was false"
+    else:
+        why = "it could not be made"
+    raise ApiError(
+        f"{job.id} has no {variant.name}: {why}; variant may be {', '.join(stored)}",
+        param="variant",
+        code="variant_not_available",
+        status=HTTPStatus.NOT_FOUND,
+    )
+
+
+async def deliver(job: Job, stored: StoredVariant, request: Request, state: State, *, redirect: str | None) -> Response:
+    """One object of a completed job, in the way that the settings say.
 
     Raises:
         ApiError: a parameter or precondition fails, or the object is gone.
@@ -60,18 +90,19 @@ async def deliver(job: Job, request: Request, state: State, *, redirect: str | N
     if state["settings"].content_delivery is ContentDelivery.REDIRECT and request.method != "HEAD":
         if redirect not in (None, "true", "false"):
             raise ApiError(f"redirect must be true or false, got {shown(redirect)}", param="redirect")
-        return await _redirect(job, state, as_json=redirect == "false")
+        return await _redirect(job, stored, state, as_json=redirect == "false")
     if redirect is not None and request.method != "HEAD":
         raise ApiError("redirect is not available: this deployment streams clips itself", param="redirect")
-    return await _stream(job, request, state)
+    return await _stream(job, stored, request, state)
 
 
-async def _redirect(job: Job, state: State, *, as_json: bool) -> Response:
+async def _redirect(job: Job, stored: StoredVariant, state: State, *, as_json: bool) -> Response:
     seconds = state["settings"].presigned_url_seconds
-    key, filename = _result(job)["key"], _filename(job)
+    store, variant = _store_of(job, state), stored.variant
+    name = filename(job, variant)
 
     def sign() -> str:
-        return state["store"].presigned_url(key, filename=filename, content_type=CONTENT_TYPE, seconds=seconds)
+        return store.presigned_url(stored.key, filename=name, content_type=variant.content_type, seconds=seconds)
 
     expires_at = int(time.time()) + seconds
     url = await to_thread.run_sync(sign, limiter=state["store_limiter"])
@@ -81,24 +112,24 @@ async def _redirect(job: Job, state: State, *, as_json: bool) -> Response:
     return RedirectResponse(url, HTTPStatus.FOUND, headers=no_store)
 
 
-async def _stream(job: Job, request: Request, state: State) -> Response:
-    result = _result(job)
-    num_bytes, etag = int(result["bytes"]), f'"{result["sha256"]}"'
+async def _stream(job: Job, stored: StoredVariant, request: Request, state: State) -> Response:
+    num_bytes, etag, content_type = stored.bytes, f'"{stored.sha256}"', stored.variant.content_type
     headers = {
         "Accept-Ranges": "bytes",
         # a deleted clip must not be played from a cache
         "Cache-Control": "private, no-cache",
-        "Content-Disposition": content_disposition(_filename(job)),
+        "Content-Disposition": content_disposition(filename(job, stored.variant)),
         "ETag": etag,
+        "X-Content-Type-Options": "nosniff",
     }
-    if "if-match" in request.headers and not etag_matches(request.headers["if-match"], etag, weak=False):
+    if (wanted_tags := _joined(request, "if-match")) is not None and not etag_matches(wanted_tags, etag, weak=False):
         raise ApiError(
-            "the clip is another than If-Match names",
+            f"the {stored.variant.name} is another than If-Match names",
             param="If-Match",
             code="precondition_failed",
             status=HTTPStatus.PRECONDITION_FAILED,
         )
-    if etag_matches(request.headers.get("if-none-match"), etag):
+    if etag_matches(_joined(request, "if-none-match"), etag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
     wanted = _wanted_range(request, etag, num_bytes)
     part = wanted or ByteRange(0, num_bytes - 1)
@@ -107,14 +138,20 @@ async def _stream(job: Job, request: Request, state: State) -> Response:
         headers["Content-Range"] = f"bytes {part.first}-{part.last}/{num_bytes}"
     status = HTTPStatus.OK if wanted is None else HTTPStatus.PARTIAL_CONTENT
     if request.method == "HEAD":
-        return Response(status_code=status, headers=headers, media_type=CONTENT_TYPE)
-    pieces = await _open(job, state, result["key"], part)
+        return Response(status_code=status, headers=headers, media_type=content_type)
+    pieces = await _open(job, stored, state, part)
     return StreamingResponse(
-        _in_threads(pieces, state["store_limiter"]), status, headers=headers, media_type=CONTENT_TYPE
+        _in_threads(pieces, state["store_limiter"]), status, headers=headers, media_type=content_type
     )
 
 
+def _joined(request: Request, name: str) -> str | None:
+    """A header that is a list, which may come in several lines."""
+    return ", ".join(request.headers.getlist(name)) if name in request.headers else None
+
+
 def _wanted_range(request: Request, etag: str, num_bytes: int) -> ByteRange | None:
+    # no Last-Modified is sent, so a date in If-Range names no version that is known here
     if request.method != "GET" or request.headers.get("if-range", etag) != etag:
         return None
     try:
@@ -123,12 +160,12 @@ def _wanted_range(request: Request, etag: str, num_bytes: int) -> ByteRange | No
         raise RangeNotSatisfiable(str(error), num_bytes=num_bytes) from error
 
 
-async def _open(job: Job, state: State, key: str, part: ByteRange) -> Iterator[bytes]:
-    store, limiter = state["store"], state["store_limiter"]
+async def _open(job: Job, stored: StoredVariant, state: State, part: ByteRange) -> Iterator[bytes]:
+    store, limiter = _store_of(job, state), state["store_limiter"]
     try:
-        return await to_thread.run_sync(store.read, key, part.first, part.last, limiter=limiter)
+        return await to_thread.run_sync(store.read, stored.key, part.first, part.last, limiter=limiter)
     except ObjectMissing as error:
-        message = f"the clip of {job.id} is no longer in the object store"
+        message = f"the {stored.variant.name} of {job.id} is no longer in the object store"
         raise ApiError(message, code="video_content_missing", status=HTTPStatus.NOT_FOUND) from error
 
 
@@ -140,10 +177,5 @@ async def _in_threads(pieces: Iterator[bytes], limiter: CapacityLimiter) -> Asyn
         cast("Generator[bytes]", pieces).close()
 
 
-def _result(job: Job) -> dict[str, str]:
-    assert job.result is not None, "a completed job has a result"
-    return job.result
-
-
-def _filename(job: Job) -> str:
-    return f"{job.id}.mp4"
+def _store_of(job: Job, state: State) -> ObjectStore:
+    return state["store"].in_bucket(Destination.of(job.request).bucket)

@@ -14,12 +14,13 @@ from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, Phase
 
 from rushes_api.page import Listed
+from rushes_api.stored import OutputVariant, content_url, variants_of
 
 CONTENT_TYPE = "video/mp4"
 MIN_POLL_MS = 1_000
 MAX_POLL_MS = 10_000
 
-_PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
+PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
 
@@ -74,6 +75,13 @@ class Timing(BaseModel):
     phases: dict[str, float]
 
 
+class OutputWarning(BaseModel):
+    """What is not as it could be with a clip that is stored all the same."""
+
+    code: str
+    message: str
+
+
 class Output(BaseModel):
     """The clip: what it will be, and once it is stored also its size and checksum."""
 
@@ -86,6 +94,9 @@ class Output(BaseModel):
     sha256: str | None
     content_type: str
     content_url: str
+    variants: list[OutputVariant]
+    """What can be fetched now."""
+    warnings: list[OutputWarning]
     deleted_at: int | None
 
 
@@ -171,7 +182,7 @@ def video_of(
         phase=job.phase if state is JobState.RUNNING else None,
         seed=job.seed,
         metadata=_metadata_of(request),
-        priority=_PRIORITY_NAMES.get(job.priority, str(job.priority)),
+        priority=PRIORITY_NAMES.get(job.priority, str(job.priority)),
         progress_detail=_progress_of(job, model),
         queue=_queue_of(job, num_ahead, is_paused=is_paused),
         eta=eta,
@@ -313,7 +324,9 @@ def _output_of(job: Job) -> Output:
         bytes=result.get("bytes"),
         sha256=result.get("sha256"),
         content_type=CONTENT_TYPE,
-        content_url=f"/v1/videos/{job.id}/content",
+        content_url=content_url(job),
+        variants=variants_of(job),
+        warnings=[OutputWarning(code=one["code"], message=one["message"]) for one in result.get("warnings") or ()],
         deleted_at=removed_at(job),
     )
 

@@ -5,6 +5,8 @@
 
 import base64
 import hashlib
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from rushes_core.variants import VIDEO
 
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _CHUNK_BYTES = 256 * 1024
+_UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
+_REPEATED = re.compile(r"([-_ ])\1+")
+_READ_TIMEOUT_SECONDS = 20
+"""How long the store may be silent in the middle of an answer."""
 
 RESULTS = "results/"
 """Prefix of every result."""
@@ -264,7 +270,7 @@ class _Clients:
                 # presigned URLs for a custom endpoint would be signed with the old version otherwise
                 signature_version="s3v4",
                 connect_timeout=3,
-                read_timeout=20,
+                read_timeout=_READ_TIMEOUT_SECONDS,
                 retries={"mode": "standard", "max_attempts": 4},
                 tcp_keepalive=True,
                 s3={"addressing_style": style},
@@ -272,9 +278,13 @@ class _Clients:
         )
 
 
-def content_disposition(filename: str, *, kind: str = "attachment") -> str:
-    """A Content-Disposition value that is safe for any `filename` (RFC 6266)."""
-    ascii_name = "".join(c if c.isascii() and (c.isalnum() or c in "-_. ") else "_" for c in filename) or "file"
+def content_disposition(filename: str, *, kind: str = "inline") -> str:
+    """A Content-Disposition value that is safe for any `filename` (RFC 6266).
+
+    What has no ASCII is left out of the name that old clients take.
+    """
+    folded = unicodedata.normalize("NFKD", filename).encode("ascii", "ignore").decode()
+    ascii_name = _REPEATED.sub(r"\1", _UNSAFE.sub("_", folded)).lstrip("-. ") or "file"
     return f"{kind}; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(filename, safe='')}"
 
 

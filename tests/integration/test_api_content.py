@@ -2,13 +2,20 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx
 import pytest
 from rushes_api.app import create_app
+from rushes_core.ids import new_video_id
+from rushes_core.models import Job
 from rushes_core.settings import Settings
+from rushes_core.sweeper import Sweeper
+from sqlalchemy import func, update
 from starlette.testclient import TestClient
 from support.api import AUTHORIZED, JobDriver
 
@@ -39,7 +46,8 @@ class TestWhole:
         assert response.headers["accept-ranges"] == "bytes"
         assert response.headers["etag"] == ETAG
         video_id = content.split("/")[3]
-        assert response.headers["content-disposition"].startswith(f'attachment; filename="{video_id}.mp4"')
+        assert response.headers["content-disposition"].startswith(f'inline; filename="a-dog-{video_id}.mp4"')
+        assert response.headers["x-content-type-options"] == "nosniff"
 
     def test_head_has_the_same_headers_and_no_body(self, client: TestClient, content: str) -> None:
         head, get = client.head(content), client.get(content)
@@ -103,6 +111,25 @@ class TestPreconditions:
         response = client.get(content, headers={"Range": "bytes=0-1", "If-Range": tag})
         assert response.status_code == status
 
+    def test_if_range_with_a_date_gets_the_whole(self, client: TestClient, content: str) -> None:
+        # there is no Last-Modified that the date could be compared with
+        date = "Sat, 28 Nov 2037 00:00:00 GMT"
+        response = client.get(content, headers={"Range": "bytes=0-1", "If-Range": date})
+        assert (response.status_code, len(response.content)) == (200, len(CLIP))
+
+    @pytest.mark.parametrize("name", ["If-Modified-Since", "If-Unmodified-Since"])
+    def test_dates_without_a_last_modified_are_ignored(self, client: TestClient, content: str, name: str) -> None:
+        for date in ("Sat, 28 Nov 2037 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:00 GMT"):
+            response = client.get(content, headers={name: date})
+            assert response.status_code == 200
+            assert "last-modified" not in response.headers
+
+    def test_tags_may_come_in_several_lines(self, client: TestClient, content: str) -> None:
+        lines = [*client.headers.items(), ("If-None-Match", '"other", "another"'), ("If-None-Match", ETAG)]
+        assert client.get(content, headers=httpx.Headers(lines)).status_code == 304
+        lines = [*client.headers.items(), ("If-Match", '"other"'), ("If-Match", f'"a,b", {ETAG}')]
+        assert client.get(content, headers=httpx.Headers(lines)).status_code == 200
+
     @pytest.mark.parametrize(("tag", "status"), [(ETAG, 304), (f"W/{ETAG}", 304), ("*", 304), ('"other"', 200)])
     def test_if_none_match(self, client: TestClient, content: str, tag: str, status: int) -> None:
         response = client.get(content, headers={"If-None-Match": tag, "Range": "bytes=0-1"})
@@ -113,6 +140,7 @@ class TestPreconditions:
 
     def test_if_match(self, client: TestClient, content: str) -> None:
         assert client.get(content, headers={"If-Match": ETAG}).status_code == 200
+        assert client.get(content, headers={"If-Match": f"W/{ETAG}"}).status_code == 412
         response = client.get(content, headers={"If-Match": '"other"'})
         assert response.status_code == 412
         assert response.json()["error"]["param"] == "If-Match"
@@ -149,12 +177,28 @@ class TestNoClip:
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "video_content_missing"
 
-    @pytest.mark.parametrize("variant", ["thumbnail", "", "Video"])
-    def test_another_variant(self, client: TestClient, content: str, variant: str) -> None:
-        assert client.get(f"{content}?variant=video").status_code == 200
-        response = client.get(f"{content}?variant={variant}")
-        assert response.status_code == 400
-        assert "must be one of video" in response.json()["error"]["message"]
+    def test_deleted(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
+        video_id = create(client)
+        driver.complete(video_id, b"clip", tmp_path)
+        client.delete(f"/v1/videos/{video_id}")
+        response = client.get(f"/v1/videos/{video_id}/content")
+        assert response.status_code == 410
+        assert response.json()["error"]["code"] == "video_deleted"
+
+    def test_unknown(self, client: TestClient) -> None:
+        for name in (new_video_id(), "video_1", "x" * 300):
+            response = client.get(f"/v1/videos/{name}/content?variant=thumbnail")
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "video_not_found"
+
+    def test_paths_and_hosts_in_the_error_of_a_failed_job_are_not_told(
+        self, client: TestClient, driver: JobDriver
+    ) -> None:
+        video_id = create(client)
+        driver.fail(video_id, code="media_failed", message="/mnt/scratch/a/video.mp4 at http://10.0.0.7:9000/x is full")
+        message = client.get(f"/v1/videos/{video_id}/content").json()["error"]["message"]
+        assert "is full" in message
+        assert not any(inside in message for inside in ("/mnt", "10.0.0.7"))
 
     def test_a_store_that_is_down_stops_only_content(self, api_settings: Settings, content: str) -> None:
         settings = api_settings.model_copy(update={"s3_endpoint_url": "http://127.0.0.1:1"})
@@ -168,14 +212,204 @@ class TestNoClip:
             assert create(client)
 
 
-class TestRedirect:
-    @pytest.fixture
-    def redirecting(self, api_settings: Settings) -> Iterator[TestClient]:
-        redirect = {"content_delivery": "redirect", "presigned_url_seconds": 120}
-        settings = Settings(**(api_settings.model_dump() | redirect))
-        with TestClient(create_app(settings), headers=AUTHORIZED, follow_redirects=False) as client:
-            yield client
+BESIDE = {
+    "thumbnail": b"\xff\xd8 a picture",
+    "spritesheet": b"\xff\xd8" + bytes(range(256)) * 1_000,
+    "audio": b"    ftypM4A sound",
+}
+TYPES = {"thumbnail": "image/jpeg", "spritesheet": "image/jpeg", "audio": "audio/mp4"}
+EXTENSIONS = {"thumbnail": "-thumbnail.jpg", "spritesheet": "-spritesheet.jpg", "audio": ".m4a"}
 
+
+@pytest.fixture(scope="module")
+def rich(client: TestClient, driver: JobDriver, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the content of a finished job with everything beside its clip."""
+    video_id = create(client)
+    driver.complete(video_id, CLIP, tmp_path_factory.mktemp("rich"), variants=BESIDE)
+    return f"/v1/videos/{video_id}/content"
+
+
+@pytest.mark.parametrize("name", BESIDE)
+class TestVariant:
+    def test_is_served_as_the_clip_is(self, client: TestClient, rich: str, name: str) -> None:
+        data = BESIDE[name]
+        response = client.get(rich, params={"variant": name})
+        assert (response.status_code, response.content) == (200, data)
+        assert response.headers["content-type"] == TYPES[name]
+        assert response.headers["etag"] == f'"{hashlib.sha256(data).hexdigest()}"'
+        assert response.headers["accept-ranges"] == "bytes"
+        assert response.headers["content-disposition"].split('"')[1].endswith(EXTENSIONS[name])
+        head = client.head(rich, params={"variant": name})
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(data))
+
+    def test_has_ranges_and_preconditions(self, client: TestClient, rich: str, name: str) -> None:
+        data = BESIDE[name]
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        part = client.get(rich, params={"variant": name}, headers={"Range": "bytes=-5", "If-Range": etag})
+        assert (part.status_code, part.content) == (206, data[-5:])
+        assert part.headers["content-range"] == f"bytes {len(data) - 5}-{len(data) - 1}/{len(data)}"
+        beyond = client.get(rich, params={"variant": name}, headers={"Range": f"bytes={len(data)}-"})
+        assert beyond.headers["content-range"] == f"bytes */{len(data)}"
+        assert client.get(rich, params={"variant": name}, headers={"If-None-Match": etag}).status_code == 304
+        assert client.get(rich, params={"variant": name}, headers={"If-None-Match": ETAG}).status_code == 200
+
+    def test_a_redirect_leads_to_it(self, redirecting: TestClient, rich: str, name: str) -> None:
+        response = redirecting.get(rich, params={"variant": name})
+        assert response.status_code == 302
+        with httpx.Client() as anybody:
+            answer = anybody.get(response.headers["location"])
+        assert answer.content == BESIDE[name]
+        assert answer.headers["content-type"] == TYPES[name]
+        assert answer.headers["content-disposition"].split('"')[1].endswith(EXTENSIONS[name])
+
+    def test_is_not_there_for_a_clip_of_the_previous_release(self, client: TestClient, content: str, name: str) -> None:
+        response = client.get(content, params={"variant": name})
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("variant_not_available", "variant")
+        assert "made by a release that stored the clip only" in error["message"]
+        assert client.head(content, params={"variant": name}).status_code == 404
+
+    def test_waits_for_the_job(self, client: TestClient, name: str) -> None:
+        response = client.get(f"/v1/videos/{create(client)}/content", params={"variant": name})
+        assert response.status_code == 409
+        assert response.json()["error"]["code"] == "video_not_ready"
+
+
+class TestVariants:
+    def test_the_video_lists_them_with_where_they_are(self, client: TestClient, rich: str) -> None:
+        video = client.get(rich.removesuffix("/content")).json()
+        variants = video["output"]["variants"]
+        assert [one["name"] for one in variants] == ["video", *BESIDE]
+        assert variants[0]["url"] == video["output"]["content_url"]
+        for one in variants:
+            response = client.get(one["url"])
+            assert response.headers["content-type"] == one["content_type"]
+            assert len(response.content) == one["bytes"]
+
+    def test_a_video_without_a_clip_lists_none(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
+        video_id = create(client)
+        assert client.get(f"/v1/videos/{video_id}").json()["output"]["variants"] == []
+        driver.complete(video_id, b"clip", tmp_path)
+        variants = client.get(f"/v1/videos/{video_id}").json()["output"]["variants"]
+        assert [one["name"] for one in variants] == ["video"]
+
+    def test_one_that_is_missing_says_why(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
+        video_id = create(client)
+        driver.complete(video_id, b"clip", tmp_path, variants={"audio": b"sound"})
+        response = client.get(f"/v1/videos/{video_id}/content?variant=thumbnail")
+        assert response.status_code == 404
+        message = response.json()["error"]["message"]
+        assert "could not be made" in message
+        assert "variant may be video, audio" in message
+
+    def test_pictures_that_nobody_wanted(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
+        posted = client.post("/v1/videos", json={"prompt": "a dog", "output": {"thumbnail": False}})
+        video_id = posted.json()["id"]
+        driver.complete(video_id, b"clip", tmp_path, variants={"audio": b"sound"})
+        for name in ("thumbnail", "spritesheet"):
+            response = client.get(f"/v1/videos/{video_id}/content?variant={name}")
+            assert response.status_code == 404
+            assert "output.thumbnail was false" in response.json()["error"]["message"]
+        assert client.get(f"/v1/videos/{video_id}/content?variant=audio").content == b"sound"
+
+    @pytest.mark.parametrize("variant", ["poster", "", "Video", "video.mp4", "../video"])
+    def test_an_unknown_one_is_refused_with_the_list(self, client: TestClient, content: str, variant: str) -> None:
+        assert client.get(f"{content}?variant=video").status_code == 200
+        response = client.get(content, params={"variant": variant})
+        assert response.status_code == 400
+        assert "must be one of video, thumbnail, spritesheet, audio" in response.json()["error"]["message"]
+
+    def test_one_that_was_lost(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
+        video_id = create(client)
+        driver.complete(video_id, b"clip", tmp_path, variants=BESIDE, is_stored=False)
+        response = client.get(f"/v1/videos/{video_id}/content?variant=audio")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "video_content_missing"
+
+    def test_none_is_left_when_retention_removed_the_clip(
+        self, client: TestClient, driver: JobDriver, api_settings: Settings, tmp_path: Path
+    ) -> None:
+        video_id = create(client)
+        job = driver.complete(video_id, b"clip", tmp_path, variants=BESIDE)
+        assert job.result is not None
+        with driver.engine.begin() as connection:
+            long_ago = func.now() - timedelta(days=40)
+            connection.execute(update(Job).where(Job.id == video_id).values(finished_at=long_ago))
+        sweeper = Sweeper(api_settings.model_copy(update={"retention_days": 30}))
+        sweeper.tidy()
+        sweeper.close()
+        for name in ("video", *BESIDE):
+            response = client.get(f"/v1/videos/{video_id}/content?variant={name}")
+            assert response.status_code == 410
+            assert response.json()["error"]["code"] == "video_expired"
+        assert not any(driver.store.head(one["key"]) for one in job.result["variants"].values())
+
+
+def prompted(client: TestClient, driver: JobDriver, tmp_path: Path, prompt: str) -> str:
+    """A finished job with this prompt, whether or not the API would take it; its id."""
+    video_id = create(client)
+    with driver.engine.begin() as connection:
+        connection.execute(update(Job).where(Job.id == video_id).values(prompt=prompt))
+    driver.complete(video_id, b"clip", tmp_path)
+    return video_id
+
+
+class TestFilename:
+    @pytest.mark.parametrize(
+        ("prompt", "plain", "full"),
+        [
+            ("A dog, <d>Good boy!</d>", "A-dog-Good-boy-", None),
+            ('say "hi"; filename=x.exe\r\nSet-Cookie: a=b', "say-hi-filename-x-exe-Set-Cookie-a-b-", None),
+            ("../../etc/passwd\\..\\x", "etc-passwd-x-", None),
+            (".hidden", "hidden-", None),
+            ("CON", "CON-", None),
+            ("雪の中の犬", "", "雪の中の犬-"),
+            ("\u202egnp.exe \u200bdog", "gnp-exe-dog-", None),
+            ("😀 happy 👨\u200d👩\u200d👧", "happy-", "😀-happy-👨-👩-👧-"),
+            ("%2e%2e%2fx %00", "2e-2e-2fx-00-", None),
+            ("Łódź café ½", "odz-cafe-12-", "Łódź-café-½-"),
+            ("\u0301\u0301 mark", "mark-", None),
+            ("?!… ***", "", ""),
+            ("word " * 13_000, "word-" * 12, None),
+            ("é" * 60_000, "e" * 60 + "-", "é" * 60 + "-"),
+            ("雪" * 20_000, "", "雪" * 53 + "-"),
+        ],
+        ids=lambda value: ascii(value)[:24],
+    )
+    def test_is_safe_for_any_prompt(
+        self, client: TestClient, driver: JobDriver, tmp_path: Path, prompt: str, plain: str, full: str | None
+    ) -> None:
+        video_id = prompted(client, driver, tmp_path, prompt)
+        value = client.get(f"/v1/videos/{video_id}/content").headers["content-disposition"]
+        assert value.isascii()
+        match = re.fullmatch(r"inline; filename=\"([A-Za-z0-9._ -]+)\"; filename\*=UTF-8''([A-Za-z0-9._~%-]+)", value)
+        assert match is not None, value
+        assert match[1] == f"{plain}{video_id}.mp4"
+        name = unquote(match[2])
+        assert name == f"{plain if full is None else full}{video_id}.mp4"
+        assert len(name.encode()) <= 255
+
+    def test_is_the_same_at_the_store(
+        self, redirecting: TestClient, client: TestClient, driver: JobDriver, tmp_path: Path
+    ) -> None:
+        video_id = prompted(client, driver, tmp_path, '雪 "quoted"\n../x')
+        url = redirecting.get(f"/v1/videos/{video_id}/content").headers["location"]
+        with httpx.Client() as anybody:
+            at_store = anybody.get(url).headers["content-disposition"]
+        assert at_store == client.get(f"/v1/videos/{video_id}/content").headers["content-disposition"]
+
+
+@pytest.fixture
+def redirecting(api_settings: Settings) -> Iterator[TestClient]:
+    redirect = {"content_delivery": "redirect", "presigned_url_seconds": 120}
+    settings = Settings(**(api_settings.model_dump() | redirect))
+    with TestClient(create_app(settings), headers=AUTHORIZED, follow_redirects=False) as client:
+        yield client
+
+
+class TestRedirect:
     def test_it_leads_to_the_clip_without_the_key(self, redirecting: TestClient, content: str) -> None:
         response = redirecting.get(content)
         assert response.status_code == 302
@@ -184,7 +418,8 @@ class TestRedirect:
             part = anybody.get(response.headers["location"], headers={"Range": "bytes=10-19"})
             assert (part.status_code, part.content) == (206, CLIP[10:20])
             assert part.headers["content-type"] == "video/mp4"
-            assert "attachment" in part.headers["content-disposition"]
+            video_id = content.split("/")[3]
+            assert part.headers["content-disposition"].startswith(f'inline; filename="a-dog-{video_id}.mp4"')
 
     def test_head_is_answered_here_because_the_url_is_signed_for_get(
         self, redirecting: TestClient, content: str

@@ -141,7 +141,7 @@ class TestByProducts:
             assert (stored.num_bytes, stored.sha256) == (variant["bytes"], variant["sha256"])
             assert variant["key"].startswith(folder)
         assert [variants[name]["content_type"] for name in ("thumbnail", "audio")] == ["image/jpeg", "audio/mp4"]
-        assert (variants["spritesheet"]["columns"], variants["spritesheet"]["tiles"]) == (5, 25)
+        assert variants["spritesheet"]["tiles"] == {"columns": 5, "count": 25, "width": SIZE, "height": SIZE}
 
     def test_pictures_are_not_made_for_who_does_not_want_them(self, worker: Worker, jobs: Jobs) -> None:
         job = jobs.wait_completed(jobs.add(request={"output": {"thumbnail": False}}))

@@ -88,18 +88,19 @@ class TestSpritesheet:
     def test_each_tile_is_the_middle_of_its_part_of_the_clip(self, tmp_path: Path, num_frames: int) -> None:
         product = pictures(tmp_path / "video.mp4", grey_frames(num_frames, 480, 272))[SPRITESHEET]
         details, sheet = product.details, decoded(product)
-        width, height = details["tile_width"], details["tile_height"]
+        tiles = details["tiles"]
+        width, height = tiles["width"], tiles["height"]
         assert (width, height) == (240, 136)
-        assert details["tiles"] == min(25, num_frames)
-        for tile in range(details["tiles"]):
-            row, column = divmod(tile, details["columns"])
+        assert tiles["count"] == min(25, num_frames)
+        for tile in range(tiles["count"]):
+            row, column = divmod(tile, tiles["columns"])
             shown = sheet[row * height : (row + 1) * height, column * width : (column + 1) * width]
-            middle = int((tile + 0.5) * num_frames / details["tiles"])
+            middle = int((tile + 0.5) * num_frames / tiles["count"])
             np.testing.assert_allclose(shown[16:-16, 16:-16].mean(), grey_level(middle), atol=3)
 
     def test_a_clip_of_one_frame_has_one_tile(self, tmp_path: Path) -> None:
         details = pictures(tmp_path / "video.mp4", grey_frames(1))[SPRITESHEET].details
-        assert (details["columns"], details["tiles"]) == (1, 1)
+        assert (details["tiles"]["columns"], details["tiles"]["count"]) == (1, 1)
 
     def test_the_longest_clip_in_the_widest_canvas_stays_small(self, tmp_path: Path) -> None:
         products = ByProducts(

@@ -17,7 +17,8 @@ from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
-from rushes_core.storage import ObjectStore, result_key
+from rushes_core.storage import Destination, ObjectStore, result_key
+from rushes_core.variants import VARIANTS, VIDEO, Variant
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 from support.stack import settings_env
@@ -110,22 +111,40 @@ class JobDriver:
                 )
             )
 
-    def complete(self, job_id: str, data: bytes, tmp: Path, *, is_stored: bool = True) -> Job:
-        """Run the job to its end with `data` for a clip; `is_stored` False: the object is lost afterwards."""
-        return self.finish(self.start(job_id), data, tmp, is_stored=is_stored)
+    def complete(
+        self, job_id: str, data: bytes, tmp: Path, *, is_stored: bool = True, variants: dict[str, bytes] | None = None
+    ) -> Job:
+        """Run the job to its end with `data` for a clip; `is_stored` False: the object is lost afterwards.
 
-    def finish(self, job: Job, data: bytes, tmp: Path, *, is_stored: bool = True) -> Job:
+        Args:
+            variants: what lies beside the clip, by name; None: the result is one of the release before there were any.
+        """
+        return self.finish(self.start(job_id), data, tmp, is_stored=is_stored, variants=variants)
+
+    def finish(
+        self, job: Job, data: bytes, tmp: Path, *, is_stored: bool = True, variants: dict[str, bytes] | None = None
+    ) -> Job:
         """Complete a running job as `complete` does."""
-        key = result_key(job.project, job.id, job.attempt, self._fence(job))
-        sha256 = hashlib.sha256(data).hexdigest()
-        if is_stored:
-            path = tmp / f"{job.id}.mp4"
-            path.write_bytes(data)
-            self.store.put_file(key, path, content_type="video/mp4", sha256=sha256)
-        result = {"bucket": self.store.bucket, "key": key, "bytes": len(data), "sha256": sha256}
+        result: dict[str, Any] = {"bucket": self.store.bucket, **self._store(job, VIDEO, data, tmp, is_stored)}
+        if variants is not None:
+            result["variants"] = {
+                name: self._store(job, VARIANTS[name], content, tmp, is_stored) for name, content in variants.items()
+            }
         with self._transaction() as session:
             statement = jobs.complete(job.id, fence=self._fence(job), result=result, timings={"denoising": 1.5})
             return session.execute(statement).scalar_one()
+
+    def _store(self, job: Job, variant: Variant, data: bytes, tmp: Path, is_stored: bool) -> dict[str, Any]:
+        destination = Destination.of(job.request)
+        attempt, fence = job.attempt, self._fence(job)
+        key = result_key(job.project, job.id, attempt, fence, variant.filename, key_prefix=destination.key_prefix)
+        sha256 = hashlib.sha256(data).hexdigest()
+        if is_stored:
+            path = tmp / f"{job.id}{variant.extension}"
+            path.write_bytes(data)
+            store = self.store.in_bucket(destination.bucket)
+            store.put_file(key, path, content_type=variant.content_type, sha256=sha256)
+        return {"key": key, "bytes": len(data), "sha256": sha256, "content_type": variant.content_type}
 
     def fail(self, job_id: str, *, code: str, message: str) -> Job:
         job = self.start(job_id)

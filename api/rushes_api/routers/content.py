@@ -4,20 +4,24 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from rushes_core.variants import VARIANTS, VIDEO
 
-from rushes_api.content import check_finished, check_variant, deliver
+from rushes_api.content import check_finished, deliver, find_variant, variant_named
 from rushes_api.deps import AppState, CurrentProject, find_job, query
-from rushes_api.video import CONTENT_TYPE
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
+_CONTENT: dict[str, Any] = {variant.content_type: {} for variant in VARIANTS.values()}
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {CONTENT_TYPE: {}}, "description": "The clip"},
-    206: {"content": {CONTENT_TYPE: {}}, "description": "The range that was asked for"},
-    302: {"description": "Where the clip lies"},
-    304: {"description": "The clip is the one that If-None-Match names"},
+    200: {"content": _CONTENT, "description": "The clip, or the variant that was asked for"},
+    206: {"content": _CONTENT, "description": "The range that was asked for"},
+    302: {"description": "Where it lies"},
+    304: {"description": "It is the one that If-None-Match names"},
+    404: {"description": "There is no such video, it has no such variant, or its object was lost"},
     409: {"description": "There is no clip: not yet, or never"},
-    416: {"description": "The range holds no byte of the clip"},
+    410: {"description": "The clip was removed, or the video deleted"},
+    412: {"description": "It is another than If-Match names"},
+    416: {"description": "The range holds no byte of it"},
 }
 
 
@@ -30,9 +34,9 @@ async def get_content(
     parameters: Annotated[Mapping[str, str], Depends(query("variant", "redirect"))],
     state: AppState,
 ) -> Response:
-    check_variant(parameters.get("variant", "video"))
+    variant = variant_named(parameters.get("variant", VIDEO.name))
     # not the request's session: a slow store or client must not hold a connection to Postgres
     async with state["sessions"].begin() as session:
         job = await find_job(video_id, project=project, session=session)
     check_finished(job)
-    return await deliver(job, request, state, redirect=parameters.get("redirect"))
+    return await deliver(job, find_variant(job, variant), request, state, redirect=parameters.get("redirect"))

@@ -115,13 +115,13 @@ class ByProducts:
 
     def _write_sheet(self) -> ByProduct:
         sheet = self._sheet
-        details = {
+        tiles = {
             "columns": sheet.columns,
-            "tiles": len(sheet.frames),
-            "tile_width": sheet.tile_width,
-            "tile_height": sheet.tile_height,
+            "count": len(sheet.frames),
+            "width": sheet.tile_width,
+            "height": sheet.tile_height,
         }
-        return self._written(SPRITESHEET, encode_jpeg(sheet.picture), sheet.picture, details)
+        return self._written(SPRITESHEET, encode_jpeg(sheet.picture), sheet.picture, {"tiles": tiles})
 
     def _written(self, variant: Variant, data: bytes, picture: np.ndarray, details: dict[str, Any]) -> ByProduct:
         path = by_product_path(self._path, variant)
