@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rushes_core.errors import RushesError
 
 # a subcommand's own modules are imported when it runs: `rushes --version` needs neither torch nor a database driver
 if TYPE_CHECKING:
-    from rushes_core.settings import Settings
+    from rushes_core.settings import DatabaseSettings, Settings
 
 DEFAULT_PORT = 8000
+
+Loaded = TypeVar("Loaded")
 
 
 class UsageError(Exception):
@@ -44,11 +46,27 @@ def load_settings() -> "Settings":
     Raises:
         UsageError: names every variable that is missing or wrong.
     """
-    from pydantic import ValidationError
     from rushes_core.settings import get_settings
 
+    return _load(get_settings)
+
+
+def load_database_settings() -> "DatabaseSettings":
+    """Where the database is, according to the environment.
+
+    Raises:
+        UsageError: the variable is missing or wrong.
+    """
+    from rushes_core.settings import get_database_settings
+
+    return _load(get_database_settings)
+
+
+def _load(load: Callable[[], Loaded]) -> Loaded:
+    from pydantic import ValidationError
+
     try:
-        return get_settings()
+        return load()
     except ValidationError as error:
         raise UsageError(f"settings: {'; '.join(_problem(detail) for detail in error.errors())}") from None
 
@@ -115,6 +133,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands.add_parser("migrate", help="bring the database's schema to this release").set_defaults(run=_migrate)
 
     for name, summary in (
+        ("projects", "make and list projects"),
+        ("keys", "make, list, rotate and revoke API keys"),
         ("checkpoint", "make, inspect and verify checkpoint directories"),
         ("bench", "time whole clips on one GPU"),
     ):
@@ -186,11 +206,14 @@ def _migrate(arguments: argparse.Namespace) -> int:
 @contextmanager
 def one_line_database_errors() -> Iterator[None]:
     """For commands that end with the first of them: a database that is away is a line, not a traceback."""
+    from psycopg.errors import UndefinedColumn, UndefinedTable
     from sqlalchemy.exc import DBAPIError
 
     try:
         yield
     except DBAPIError as error:
+        if isinstance(error.orig, (UndefinedColumn, UndefinedTable)):
+            raise RushesError("the database's schema is not that of this release: run `rushes migrate`") from None
         raise RushesError(f"database: {str(error.orig).splitlines()[0]}") from None
 
 

@@ -32,6 +32,7 @@ SCOPES = (READ, WRITE, "batches", "webhooks", ADMIN)
 """What a key may do. `admin` is all of it, and the keys and projects of everybody."""
 DEFAULT_SCOPES = (READ, WRITE)
 COMPAT = ("openai",)
+LIMITS = ("requests_per_minute", "max_queued", "max_running", "daily_gpu_seconds")
 
 MAX_NAME = 100
 MAX_REQUESTS_PER_MINUTE = 100_000
@@ -233,6 +234,31 @@ def project(name: str) -> Select[Project]:
 def create(**values: Any) -> ReturningInsert[ApiKey]:
     """A new key. No row: it was made already."""
     return insert(ApiKey).values(**values).on_conflict_do_nothing(index_elements=[ApiKey.id]).returning(ApiKey)
+
+
+def describe(key: ApiKey, usage: ApiKeyUsage | None) -> dict[str, Any]:
+    """What may be told of a key, for JSON; times are Unix seconds."""
+    plain = ("id", "project", "name", "hint", "scopes", "priorities", "compat", *LIMITS)
+    times = {
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+        "last_used_at": key.last_used_at,
+        "previous_secret_until": key.previous_until,
+    }
+    return {
+        "object": "api_key",
+        **{name: getattr(key, name) for name in plain},
+        **{name: None if time is None else int(time.timestamp()) for name, time in times.items()},
+        "usage": describe_usage(usage),
+    }
+
+
+def describe_usage(usage: ApiKeyUsage | None) -> dict[str, Any]:
+    """What a key used on a day; None: nothing today."""
+    if usage is None:
+        return {"day": datetime.now(UTC).date().isoformat(), "gpu_seconds": 0, "attempts": 0}
+    return {"day": usage.day.isoformat(), "gpu_seconds": round(usage.gpu_seconds, 3), "attempts": usage.attempts}
 
 
 def _update_keys() -> Update:

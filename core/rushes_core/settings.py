@@ -71,7 +71,7 @@ class Settings(DatabaseSettings):
     """Longest prompt that is accepted, in tokens of the checkpoint's tokenizer."""
 
     api_key: SecretStr = SecretStr("")
-    """Bearer key that clients send. The API does not start without one."""
+    """The operator's bearer key: project `default`, every scope, no limits. The API does not start without one."""
     api_origin: str = ""
     """Origin at which clients reach the API, `https://host`; guards against redirects to itself when it is set."""
     cors_origins: str = ""

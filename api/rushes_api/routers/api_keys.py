@@ -1,9 +1,9 @@
 """API keys: made, changed, rotated and revoked by keys with the scope `admin`; any key may look at itself."""
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ from rushes_core.ids import is_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admin import SentMembers, given, json_body, no_such_project, unix
+from rushes_api.admin import SentMembers, given, json_body, no_such_project
 from rushes_api.auth import Caller
 from rushes_api.deps import AdminCaller, AnyCaller, AppState, NoQuery, Session, query
 from rushes_api.errors import ApiError
@@ -64,31 +64,8 @@ class KeyList(Page[KeyObject]):
     """One page, the newest first unless `order=asc` was asked for."""
 
 
-def _members(key: ApiKey, usage: ApiKeyUsage | None) -> dict[str, Any]:
-    same = ("id", "project", "name", "hint", "scopes", "priorities", "compat", *_LIMITS)
-    return {
-        "object": "api_key",
-        **{name: getattr(key, name) for name in same},
-        "created_at": unix(key.created_at),
-        "expires_at": unix(key.expires_at),
-        "revoked_at": unix(key.revoked_at),
-        "last_used_at": unix(key.last_used_at),
-        "previous_secret_until": unix(key.previous_until),
-        "usage": _usage(usage),
-    }
-
-
-_LIMITS = ("requests_per_minute", "max_queued", "max_running", "daily_gpu_seconds")
-
-
-def _usage(usage: ApiKeyUsage | None) -> Usage:
-    if usage is None:
-        return Usage(day=datetime.now(UTC).date().isoformat(), gpu_seconds=0, attempts=0)
-    return Usage(day=usage.day.isoformat(), gpu_seconds=round(usage.gpu_seconds, 3), attempts=usage.attempts)
-
-
 def _object(row: tuple[ApiKey, ApiKeyUsage | None]) -> KeyObject:
-    return KeyObject(**_members(*row))
+    return KeyObject(**keys.describe(*row))
 
 
 async def _refuse_idempotency_key(request: Request) -> None:
@@ -132,7 +109,7 @@ async def create_api_key(
             raise no_such_project(wanted.project)
         key = (await session.execute(keys.create(**values))).scalar_one_or_none()
         key = key or await session.get_one(ApiKey, values["id"])
-        return KeyWithSecret(**_members(key, None), secret=secret.text)
+        return KeyWithSecret(**keys.describe(key, None), secret=secret.text)
 
     call = Call(caller, "POST /v1/api_keys", None, "")
     return await take_effect(call, create, request=request, sessions=state["sessions"])
@@ -205,7 +182,7 @@ async def rotate_api_key(
         key = (await session.execute(keys.rotate(key_id, secret, overlap=overlap))).scalar_one_or_none()
         if key is None and found.digest != secret.columns["digest"]:
             raise TransitionRefused(f"{key_id} was revoked or has expired: make a new key")
-        return KeyWithSecret(**_members(key or found, usage), secret=secret.text)
+        return KeyWithSecret(**keys.describe(key or found, usage), secret=secret.text)
 
     call = Call(caller, f"POST /v1/api_keys/{key_id}/rotate", None, "")
     answer = await take_effect(call, rotate, request=request, sessions=state["sessions"])
@@ -241,13 +218,13 @@ def _operator(caller: Caller) -> KeyObject:
         scopes=list(keys.SCOPES),
         priorities=list(PRIORITIES),
         compat=None,
-        **dict.fromkeys(_LIMITS),
+        **dict.fromkeys(keys.LIMITS),
         created_at=None,
         expires_at=None,
         revoked_at=None,
         last_used_at=None,
         previous_secret_until=None,
-        usage=_usage(None),
+        usage=Usage(**keys.describe_usage(None)),
     )
 
 
