@@ -17,15 +17,10 @@ QUEUE_FULL_RETRY_SECONDS = 10
 _WORDS = {number: word for word, number in PRIORITIES.items()}
 
 
-async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str | None, priority: int) -> None:
-    """Make sure that a job may be queued. To be called in the transaction that inserts it or queues it again, before
-    that: until its end no other one queues a job of the same key.
-
-    Args:
-        api_key: the key that the job counts against; of a job that is queued again, the one that it was sent with.
-
+def check_priority(priority: int, *, caller: Caller) -> None:
+    """
     Raises:
-        ApiError: 403 `priority_not_allowed`, 429 `queue_full` or `quota_exceeded`.
+        ApiError: 403 `priority_not_allowed`: the caller's jobs may not have it.
     """
     word = _WORDS[priority]
     if word not in caller.priorities:
@@ -36,6 +31,19 @@ async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str |
             code="priority_not_allowed",
             status=HTTPStatus.FORBIDDEN,
         )
+
+
+async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str | None, priority: int) -> None:
+    """Make sure that a job may be queued. To be called in the transaction that inserts it or queues it again, before
+    that: until its end no other one queues a job of the same key.
+
+    Args:
+        api_key: the key that the job counts against; of a job that is queued again, the one that it was sent with.
+
+    Raises:
+        ApiError: 403 `priority_not_allowed`, 429 `queue_full` or `quota_exceeded`.
+    """
+    check_priority(priority, caller=caller)
     is_unlimited = caller.max_queued is None and caller.daily_gpu_seconds is None
     if api_key is None or (api_key == caller.api_key and is_unlimited):
         return

@@ -106,6 +106,7 @@ class ResolvedRequest:
     prompt: str
     num_tokens: int
     seed: int
+    is_seed_drawn: bool
     clip: Clip
     canvas: Canvas
     seconds: str
@@ -187,6 +188,7 @@ def resolve(
         prompt=request.prompt,
         num_tokens=num_tokens,
         seed=secrets.randbelow(2**53) if request.seed is None else request.seed,
+        is_seed_drawn=request.seed is None,
         clip=clip,
         canvas=_canvas(request),
         seconds=seconds,
@@ -224,11 +226,12 @@ def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
         prompt=prompt,
         num_tokens=num_tokens,
         seed=source.seed,
+        is_seed_drawn=False,
         clip=Clip(source.num_frames),
         canvas=canvas,
         seconds=str(asked.get("seconds", DEFAULT_SECONDS)),
         size_requested=None if size is None else str(size),
-        metadata=asked.get("metadata") or {},
+        metadata=dict(asked.get("metadata") or {}),
         priority=source.priority,
         not_before=None,
         deadline=None,

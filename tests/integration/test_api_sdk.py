@@ -74,6 +74,8 @@ class TestSdk:
         done = sdk.videos.poll(video.id)
         assert (done.status, done.progress, done.error) == ("completed", 100, None)
         assert sdk.videos.download_content(video.id).read() == CLIP
+        remix = sdk.videos.remix(video.id, prompt="a cat")
+        assert (remix.remixed_from_video_id, remix.prompt, remix.seconds) == (video.id, "a cat", "8")
         assert sdk.videos.delete(video.id).deleted is True
         with pytest.raises(openai.APIStatusError) as gone:
             sdk.videos.retrieve(video.id)

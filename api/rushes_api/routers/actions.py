@@ -1,4 +1,4 @@
-"""What a client does to a job after it was accepted: cancel, retry, attempts."""
+"""What a client does with a job after it was accepted: cancel, retry, remix, attempts."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -7,10 +7,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from rushes_core import jobs
 from rushes_core.errors import TransitionRefused
 from rushes_core.models import JobAttempt
+from rushes_core.request import ResolvedRequest, remix
 from rushes_core.states import RETRYABLE_STATES, JobState
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admission import KEY_HEADER, NO_BODY
+from rushes_api.admission import KEY_HEADER, NO_BODY, REMIX_BODY, SentRemix, admission
 from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
 from rushes_api.deps import AppState, CurrentCaller, CurrentJob, Session, WellFormedId, find_job, query
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
@@ -18,6 +19,7 @@ from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.quota import reserve_place, take_place
 from rushes_api.video import Video
 from rushes_api.view import CurrentView, ViewQuery
+from rushes_api.waiting import PREFER_HEADER, PreferredWait, answer_later
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -86,6 +88,38 @@ async def retry_video(
 
     call = Call(caller, f"POST /v1/videos/{video_id}/retry", key, fingerprint())
     return await take_effect(call, retry, request=request, sessions=state["sessions"])
+
+
+_REMIX: dict[str, Any] = {"parameters": [KEY_HEADER, PREFER_HEADER], "requestBody": REMIX_BODY}
+
+
+@router.post("/{video_id}/remix", response_model=Video, openapi_extra=_REMIX)
+async def remix_video(
+    video_id: WellFormedId,
+    request: Request,
+    caller: CurrentCaller,
+    parameters: ViewQuery,
+    key: SentKey,
+    sent: SentRemix,
+    state: AppState,
+    view: CurrentView,
+    seconds: PreferredWait,
+) -> Response:
+    """Accept a job that is like this one, of whatever status, but for its prompt. The seed is the same too."""
+
+    async def order(session: AsyncSession) -> ResolvedRequest:
+        source = await find_job(video_id, project=caller.project, session=session)
+        prompt = sent.checked()
+        return remix(source, prompt.text, num_tokens=prompt.num_tokens)
+
+    admit = admission(order, caller=caller, state=state, remixed_from=video_id)
+
+    async def accept(session: AsyncSession) -> Video:
+        return view.video(await admit(session))
+
+    call = Call(caller, f"POST /v1/videos/{video_id}/remix", key, sent.fingerprint)
+    response = await take_effect(call, accept, request=request, sessions=state["sessions"])
+    return await answer_later(response, seconds, request=request, caller=caller, state=state, view=view)
 
 
 @router.get("/{video_id}/attempts")

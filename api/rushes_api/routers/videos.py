@@ -1,6 +1,7 @@
 """OpenAI's Videos: create, list, retrieve, delete."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -29,6 +30,8 @@ from rushes_api.deps import (
 )
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
+from rushes_api.quota import check_priority
+from rushes_api.validation import VideoValidation, validation_of
 from rushes_api.video import Video, is_held, poll_after_ms
 from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
@@ -47,6 +50,7 @@ class VideoDeleted(BaseModel):
 
 
 _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER, PREFER_HEADER], "requestBody": VIDEO_BODY}
+_VALIDATE: dict[str, Any] = {"parameters": [CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
 
 
 @router.post("", response_model=Video, openapi_extra=_CREATE)
@@ -76,6 +80,16 @@ async def accepted(
 
     call = Call(caller, "POST /v1/videos", key, sent.fingerprint)
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
+
+
+@router.post("/validate", openapi_extra=_VALIDATE)
+async def validate_video(
+    caller: CurrentCaller, parameters: NoQuery, sent: SentVideo, view: CurrentView
+) -> VideoValidation:
+    """What `POST /v1/videos` would make of this body. Nothing is stored."""
+    resolved = sent.checked()
+    check_priority(resolved.priority, caller=caller)
+    return validation_of(resolved, view.model, now=datetime.now(UTC))
 
 
 @router.get("", response_model=VideoList)
