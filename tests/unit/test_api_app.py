@@ -424,11 +424,14 @@ def test_the_description_lists_every_route(client: TestClient) -> None:
         "/v1/projects",
         "/v1/projects/{name}",
         "/v1/videos",
+        "/v1/videos/sync",
+        "/v1/videos/validate",
         "/v1/videos/{video_id}",
         "/v1/videos/{video_id}/attempts",
         "/v1/videos/{video_id}/cancel",
         "/v1/videos/{video_id}/content",
         "/v1/videos/{video_id}/events",
+        "/v1/videos/{video_id}/remix",
         "/v1/videos/{video_id}/retry",
     }
     paths = document["paths"]
