@@ -54,6 +54,9 @@ class Ready:
 
     device: str
     """What the rank runs on, for people."""
+    memory_used_bytes: int
+    memory_total_bytes: int
+    """Of the GPU, or of the process and the machine where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

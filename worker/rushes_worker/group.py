@@ -80,7 +80,6 @@ class RankGroup:
     def __init__(self, plan: GroupPlan, *, epoch: int, directory: Path) -> None:
         self.epoch = epoch
         self.ended = False
-        self.devices: list[str] = []
         self._plan = plan
         self._serial = 0
         self._ready: set[int] = set()
@@ -90,6 +89,7 @@ class RankGroup:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._open: dict[Connection, int] = {}
+        self._devices: dict[int, Ready] = {}
         self._failed: set[int] = set()
         self._silenced: set[int] = set()
         self._rendezvous = directory / f"rendezvous-{epoch}"
@@ -105,6 +105,11 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._ranks]
+
+    @property
+    def devices(self) -> list[Ready]:
+        """What the ranks that have loaded their share run on, in order."""
+        return [self._devices[rank] for rank in sorted(self._devices)]
 
     @property
     def is_ready(self) -> bool:
@@ -244,7 +249,7 @@ class RankGroup:
     def _note(self, rank: int, report: Report) -> None:
         if isinstance(report, Ready):
             self._ready.add(rank)
-            self.devices.append(report.device)
+            self._devices[rank] = report
         elif isinstance(report, Failed) and not report.intact:
             self._failed.add(rank)
         elif isinstance(report, Unfit):

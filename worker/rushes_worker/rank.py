@@ -13,6 +13,7 @@ import traceback
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import structlog
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError
@@ -41,7 +42,8 @@ class Rank:
 
     def serve(self) -> None:
         """Render until the supervisor closes the connection or a render leaves this rank out of step."""
-        self._connection.send(Ready(self._device))
+        used, total = _memory(self._boot)
+        self._connection.send(Ready(self._device, used, total))
         while True:
             command = self._connection.recv()
             # a Stop that came after the render it was meant for means nothing any more
@@ -143,6 +145,18 @@ def _open_device(boot: Boot) -> str:
         raise ValueError(f"{boot.device}: {build} finds {torch.cuda.device_count()} devices, needed are {boot.sp}")
     torch.cuda.set_device(ordinal)
     return f"{torch.cuda.get_device_name(ordinal)}, {build}"
+
+
+def _memory(boot: Boot) -> tuple[int, int]:
+    """Bytes in use and in all, as `Ready` says them."""
+    if boot.device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free, total
+    page = os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _join(boot: Boot) -> Agreement:

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
+from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
@@ -141,7 +143,7 @@ class Supervisor:
         self._epoch += 1
         group = RankGroup(self._plan, epoch=self._epoch, directory=self._scratch.path)
         try:
-            self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None, detail=self._detail([]))
+            self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None, detail=self._detail())
             self._await_ready(group)
             self._serve(group)
         except GroupLost:
@@ -156,7 +158,7 @@ class Supervisor:
             self._wake.clear()
         if group.is_ready:
             group.relax()
-            log.info("replica_ready", epoch=group.epoch, devices=group.devices)
+            log.info("replica_ready", epoch=group.epoch, devices=[rank.device for rank in group.devices])
 
     def _serve(self, group: RankGroup) -> None:
         self._claimer.open()
@@ -180,7 +182,7 @@ class Supervisor:
                     if "drained" in (state, shown):
                         log.info("replica_drained" if state == "drained" else "replica_resumed")
                     shown = state
-                    self._heartbeat.describe(state=state, job_id=None, detail=self._detail(group.pids))
+                    self._heartbeat.describe(state=state, job_id=None, detail=self._detail(group))
                 group.wait(self._settings.poll_seconds, self._wake)
         finally:
             self._claimer.shut()
@@ -189,7 +191,7 @@ class Supervisor:
         """Take no more jobs until somebody has looked at this replica, and resumes it or starts it again."""
         log.error("replica_drained", crashed_jobs=self._crashes.jobs)
         self._heartbeat.drain()
-        self._heartbeat.describe(state="drained", job_id=None, detail=self._detail([]))
+        self._heartbeat.describe(state="drained", job_id=None, detail=self._detail())
         while self._heartbeat.drain_requested and not self._stopping.requested:
             multiprocessing.connection.wait([self._wake.fileno()])
             self._wake.clear()
@@ -198,10 +200,12 @@ class Supervisor:
         if not self._stopping.requested:
             log.info("replica_resumed")
 
-    def _detail(self, ranks: list[int]) -> dict[str, Any]:
+    def _detail(self, group: RankGroup | None = None) -> dict[str, Any]:
         return {
+            "version": version("rushes"),
             "pid": os.getpid(),
-            "ranks": ranks,
+            "ranks": [] if group is None else group.pids,
+            "devices": [] if group is None else [asdict(rank) for rank in group.devices],
             "failures": self._failures,
             "crashed_jobs": self._crashes.jobs,
         }
