@@ -64,12 +64,12 @@ def queue_pauses(project: str | None = None) -> Select[QueuePause]:
     return statement if project is None else statement.where(QueuePause.project.in_((project, EVERYBODY)))
 
 
-def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, Any]:
+def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, int, Any]:
     """What is queued, claimed and running, of one project or of all: one row for each state, class and hold with jobs.
 
-    Columns: `state`, `priority`, `hold`, `num_jobs`, and `waiting_seconds` of the queued job that has waited longest
-    since it might have been claimed; null while none may be. Queued jobs are counted up to `MAX_COUNTED` for each
-    project, class and model, held ones for each key.
+    Columns: `state`, `priority`, `hold`, `num_jobs`, `num_early`, those of them whose time to be claimed has not come,
+    and `waiting_seconds` of the queued job that has waited longest since it might have been claimed; null while none
+    may be. Queued jobs are counted up to `MAX_COUNTED` for each project, class and model, held ones for each key.
     """
     lane, key = lanes(), _keys()
     open_ = select(Job.run_at).where(_in_lane(lane)).order_by(Job.run_at).limit(MAX_COUNTED)
@@ -88,6 +88,7 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, A
             lane.c.priority,
             no_hold.label("hold"),
             func.count().label("num_jobs"),
+            _num_early(open_rows.c.run_at).label("num_early"),
             _seconds_since(func.min(open_rows.c.run_at)).label("waiting_seconds"),
         )
         .select_from(lane)
@@ -96,7 +97,12 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, A
     )
     of_held = (
         select(
-            queued, held_rows.c.priority, held_rows.c.hold, func.count(), _seconds_since(func.min(held_rows.c.run_at))
+            queued,
+            held_rows.c.priority,
+            held_rows.c.hold,
+            func.count(),
+            _num_early(held_rows.c.run_at),
+            _seconds_since(func.min(held_rows.c.run_at)),
         )
         .select_from(key)
         .join(held_rows, true())
@@ -104,7 +110,7 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, A
     )
     state = Job.state.cast(String)
     leased = (
-        select(state, Job.priority, no_hold, func.count(), null().cast(Double))
+        select(state, Job.priority, no_hold, func.count(), literal_column("0", Integer), null().cast(Double))
         .where(IS_LEASED)
         .group_by(state, Job.priority)
     )
@@ -113,6 +119,10 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, A
         of_held = of_held.join(ApiKey, ApiKey.id == key.c.api_key).where(ApiKey.project == project)
         leased = leased.where(Job.project == project)
     return union_all(of_open, of_held, leased)
+
+
+def _num_early(run_at: ColumnElement[datetime]) -> ColumnElement[int]:
+    return func.count().filter(run_at > func.now())
 
 
 def _seconds_since(at: ColumnElement[datetime]) -> ColumnElement[Any]:

@@ -149,9 +149,10 @@ class TestOverview:
         rows.add(run_at=func.now() + text("interval '1 hour'"))
         rows.add(priority=2, run_at=func.now() + text("interval '1 hour'"))
         with rows.engine.connect() as connection:
-            seconds = {row.priority: row.waiting_seconds for row in connection.execute(backlog.overview())}
-        assert 3600 <= seconds[1] < 3700
-        assert seconds[2] is None
+            found = {row.priority: row for row in connection.execute(backlog.overview())}
+        assert 3600 <= found[1].waiting_seconds < 3700
+        assert found[2].waiting_seconds is None
+        assert [(row.num_jobs, row.num_early) for row in (found[1], found[2])] == [(2, 1), (1, 1)]
 
 
 def counts(rows: JobRows, project: str | None = None) -> dict[tuple[str, int, str | None], int]:
