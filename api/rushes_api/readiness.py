@@ -53,10 +53,11 @@ class Readiness:
         return task.result() if done else {name: f"did not answer within {CHECK_SECONDS:g} seconds"}
 
     async def _check_storage(self) -> dict[str, str]:
-        try:
-            await asyncio.to_thread(self._store.check)
-        except StorageError:
-            return {"storage": f"bucket {self._store.bucket} cannot be reached"}
+        for store in self._store.buckets:
+            try:
+                await asyncio.to_thread(store.check)
+            except StorageError:
+                return {"storage": f"bucket {store.bucket} cannot be reached"}
         return {"storage": OK}
 
     async def _check_database(self) -> dict[str, str]:

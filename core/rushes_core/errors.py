@@ -3,7 +3,8 @@
 RushesError
 ├── CheckpointError             a checkpoint directory that must not be served
 ├── StorageError                the object store refused or lost something
-│   └── ObjectMissing           there is no such object
+│   ├── ObjectMissing           there is no such object, or no such bucket
+│   └── StorageRefused          the store does not allow it
 ├── InvalidRequest              what a client sent is wrong; never retried, never counts against a worker
 ├── JobNotFound                 no such job in this project
 ├── JobDeleted                  there was one
@@ -13,6 +14,15 @@ RushesError
     ├── OutOfMemory             a rank's device had no memory left
     └── WorkerLost              the rank group ended under the job
 """
+
+import re
+
+_PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
+
+
+def without_places(message: str) -> str:
+    """`message` without the URLs and paths in it: what they name is inside, and nobody's business outside."""
+    return _PLACE.sub("[...]", message)
 
 
 class RushesError(Exception):
@@ -34,7 +44,11 @@ class StorageError(RushesError):
 
 
 class ObjectMissing(StorageError):
-    """There is no object under this key."""
+    """There is no object under this key, or no such bucket."""
+
+
+class StorageRefused(StorageError):
+    """The object store answered that it does not allow the operation."""
 
 
 class InvalidRequest(RushesError):

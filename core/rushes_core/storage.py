@@ -20,16 +20,19 @@ from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rushes_core.errors import ObjectMissing, StorageError
+from rushes_core.errors import ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
 from rushes_core.variants import VIDEO
 
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+_REFUSED = frozenset({"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
 _READ_TIMEOUT_SECONDS = 20
 """How long the store may be silent in the middle of an answer."""
+_CHECK_SECONDS = 3
+"""The same when it is only asked whether it is there."""
 
 RESULTS = "results/"
 """Prefix of every result."""
@@ -111,9 +114,14 @@ class ObjectStore:
         return [self.in_bucket(name) for name in self._settings.output_buckets]
 
     def check(self) -> None:
-        """Raise `StorageError` unless the bucket answers."""
+        """Raise `StorageError` unless the bucket answers, at once.
+
+        Raises:
+            ObjectMissing: there is no such bucket.
+            StorageRefused: it may not be used.
+        """
         with _translated(f"bucket {self.bucket}"):
-            self._client.head_bucket(Bucket=self.bucket)
+            self._clients.impatient.head_bucket(Bucket=self.bucket)
 
     def put_file(self, key: str, path: Path, *, content_type: str, sha256: str) -> StoredObject:
         """Store the file at `path` under `key`, which must not exist, and verify what the store holds.
@@ -254,7 +262,13 @@ class _Clients:
     def public(self) -> Any:
         return self._new_client(self._settings.s3_public_endpoint_url or self._settings.s3_endpoint_url)
 
-    def _new_client(self, endpoint_url: str) -> Any:
+    @cached_property
+    def impatient(self) -> Any:
+        return self._new_client(
+            self._settings.s3_endpoint_url, read_timeout=_CHECK_SECONDS, retries={"total_max_attempts": 1}
+        )
+
+    def _new_client(self, endpoint_url: str, **options: Any) -> Any:
         settings = self._settings
         style = settings.s3_addressing_style
         if style == "auto":
@@ -269,11 +283,14 @@ class _Clients:
             config=Config(
                 # presigned URLs for a custom endpoint would be signed with the old version otherwise
                 signature_version="s3v4",
-                connect_timeout=3,
-                read_timeout=_READ_TIMEOUT_SECONDS,
-                retries={"mode": "standard", "max_attempts": 4},
                 tcp_keepalive=True,
                 s3={"addressing_style": style},
+                **{
+                    "connect_timeout": 3,
+                    "read_timeout": _READ_TIMEOUT_SECONDS,
+                    "retries": {"mode": "standard", "max_attempts": 4},
+                    **options,
+                },
             ),
         )
 
@@ -313,7 +330,8 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (BotoCoreError, ClientError)):
-            raised = ObjectMissing if _code(error) in _ABSENT else StorageError
+            code = _code(error)
+            raised = ObjectMissing if code in _ABSENT else StorageRefused if code in _REFUSED else StorageError
             raise raised(f"{self._what}: {error}") from error
 
 

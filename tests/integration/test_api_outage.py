@@ -77,6 +77,8 @@ class TestReadiness:
     def test_a_missing_bucket_is_named(self, api_settings: Settings) -> None:
         with started(api_settings.model_copy(update={"s3_bucket": "no-such-bucket"})) as client:
             assert "no-such-bucket" in checks(client, 503)["storage"]
+        with started(api_settings.model_copy(update={"s3_output_buckets": "nor-this-one"})) as client:
+            assert checks(client, 503)["storage"] == "bucket nor-this-one cannot be reached"
 
     def test_liveness_depends_on_nothing(self, checkpoint: Path) -> None:
         with started(offline_settings(checkpoint)) as client:

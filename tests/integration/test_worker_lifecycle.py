@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from redis import Redis
 from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
@@ -138,6 +139,27 @@ class TestRefusals:
         worker = start_worker(checkpoint=tmp_path / "nothing")
         assert worker.wait() == 1
         assert f"rushes worker: {tmp_path}/nothing: no such directory" in worker.log.read_text()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"s3_bucket": "absent"}, "bucket absent does not exist"),
+            ({"s3_output_buckets": "absent-too"}, "bucket absent-too does not exist"),
+            ({"s3_secret_access_key": SecretStr("wrong")}, "the credentials of the object store do not open bucket"),
+        ],
+        ids=["usual", "output", "credentials"],
+    )
+    def test_bucket_that_cannot_be_used_is_refused(
+        self, start_worker: StartWorker, changes: dict[str, Any], message: str
+    ) -> None:
+        worker = start_worker(**changes)
+        assert worker.wait() == 1
+        assert f"rushes worker: {message}" in worker.log.read_text()
+
+    def test_store_that_is_away_is_waited_for(self, jobs: Jobs, start_worker: StartWorker) -> None:
+        worker = start_worker(s3_endpoint_url="http://127.0.0.1:1")
+        jobs.wait_ready()
+        assert worker.events("store_unreachable")
 
     def test_checkpoint_that_ranks_refuse_ends_the_worker_before_it_claims(
         self, jobs: Jobs, start_worker: StartWorker

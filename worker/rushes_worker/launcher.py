@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from rushes_core.contract import load_contract
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, ObjectMissing, StorageError, StorageRefused
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore
 
 from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import how_it_ended, settings_environment, spawn
@@ -104,10 +105,23 @@ class Launcher:
         return 0 if peaceful else 1
 
 
+def _check_buckets(store: ObjectStore) -> None:
+    """Raise `ValueError` when a bucket is missing or may not be used. A store that is away comes back by itself."""
+    for one in store.buckets:
+        try:
+            one.check()
+        except ObjectMissing as error:
+            raise ValueError(f"bucket {one.bucket} does not exist") from error
+        except StorageRefused as error:
+            raise ValueError(f"the credentials of the object store do not open bucket {one.bucket}") from error
+        except StorageError as error:
+            log.warning("store_unreachable", bucket=one.bucket, error=str(error))
+
+
 def run(settings: Settings, *, layout: str, device: str = "auto") -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
-    What is wrong with layout, checkpoint, devices or scratch directory is printed, and nothing is claimed.
+    What is wrong with layout, checkpoint, devices, scratch directory or buckets is printed, and nothing is claimed.
 
     Args:
         layout: `rRsS`, R replicas of S ranks each.
@@ -119,6 +133,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto") -> int:
         load_contract(settings.checkpoint)
         devices = find_devices(wanted, device)
         check_directory(settings.scratch)
+        _check_buckets(ObjectStore(settings))
     except (ValueError, CheckpointError) as error:
         print(f"rushes worker: {error}", file=sys.stderr, flush=True)
         return 1
