@@ -1,4 +1,4 @@
-"""All of Rushes on one machine: the embedded stack, an API, a dispatcher and a worker."""
+"""All of Rushes on one machine: the embedded stack, an API, a dispatcher, a worker and a sender of webhooks."""
 
 import os
 import sys
@@ -72,6 +72,7 @@ class LocalRushes:
             self._run("migrate")
             self._start("api", "--host", HOST, "--port", str(self._parts.port))
             self._start("dispatcher")
+            self._start("deliver")
             self._start("worker", "--layout", self._parts.layout, "--device", self._parts.device)
         except BaseException:
             self.stack.stop()
@@ -107,7 +108,7 @@ class LocalRushes:
     def _environment(self) -> dict[str, str]:
         """This process's environment, pointed at the stack. What an operator set for a worker's tuning stays."""
         no_proxy = [HOST, "localhost", *filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")])]
-        defaults = {"RUSHES_SHUTDOWN_GRACE_SECONDS": "5"}
+        defaults = {"RUSHES_SHUTDOWN_GRACE_SECONDS": "5", "RUSHES_WEBHOOK_KEY": self.stack.secrets.webhook_key}
         proxies = {name: ",".join(no_proxy) for name in ("NO_PROXY", "no_proxy")}
         places = {
             "RUSHES_S3_PUBLIC_ENDPOINT_URL": "",

@@ -125,6 +125,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     commands.add_parser("dispatcher", help="wake workers and sweep lost leases").set_defaults(run=_dispatcher)
 
+    commands.add_parser("deliver", help="deliver webhooks").set_defaults(run=_deliver)
+
     sweep = commands.add_parser("sweep", help="sweep once, or look for objects that no job points at")
     sweep.add_argument("--orphans", action="store_true", help="list orphans in the store instead")
     sweep.add_argument("--delete", action="store_true", help="with --orphans: remove them")
@@ -191,6 +193,20 @@ def _dispatcher(arguments: argparse.Namespace) -> int:
 
     configure_logging(settings.log_level, json=settings.log_json)
     return dispatcher.run(settings)
+
+
+def _deliver(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+
+    from rushes_core.log import configure_logging
+    from rushes_core.webhooks.signing import WebhooksNotConfigured
+    from rushes_worker.webhooks import process
+
+    configure_logging(settings.log_level, json=settings.log_json)
+    try:
+        return process.run(settings)
+    except WebhooksNotConfigured as error:
+        raise UsageError(f"settings: {error}") from None
 
 
 def _migrate(arguments: argparse.Namespace) -> int:

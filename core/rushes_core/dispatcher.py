@@ -16,9 +16,10 @@ from rushes_core import backlog, holds, measured
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
-from rushes_core.queue import MAX_HINTS, HintQueue
+from rushes_core.queue import MAX_HINTS, WEBHOOK_QUEUE, HintQueue
 from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
+from rushes_core.webhooks import deliveries
 
 log = get_logger(__name__)
 
@@ -37,8 +38,9 @@ class Dispatcher:
     """Opens held jobs and keeps hints in Redis; `run` repeats both."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine: Engine = create_sync_engine(settings, pool_size=2)
+        self._engine: Engine = create_sync_engine(settings, pool_size=3)
         self._hints = HintQueue(settings)
+        self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
         self._pool = settings.pool
 
     def hint(self) -> int:
@@ -46,6 +48,12 @@ class Dispatcher:
         with Session(self._engine) as session:
             ready = session.execute(backlog.num_ready(pool=self._pool, limit=MAX_HINTS)).scalar_one()
         return self._hints.top_up(ready) if ready else 0
+
+    def hint_webhooks(self) -> int:
+        """Wake a process that delivers webhooks while a delivery is due; returns how many hints were sent."""
+        with Session(self._engine) as session:
+            is_due = session.execute(deliveries.is_any_due()).scalar_one()
+        return self._webhook_hints.top_up(1) if is_due else 0
 
     def open_holds(self) -> None:
         """Let held jobs of keys with room become claimable, and hold those that are too many after a limit changed."""
@@ -61,6 +69,7 @@ class Dispatcher:
 
     def close(self) -> None:
         self._hints.close()
+        self._webhook_hints.close()
         self._engine.dispose()
 
 
@@ -77,6 +86,7 @@ def run(settings: Settings) -> int:
     repeated: list[tuple[str, float, Callable[[], object]]] = [
         ("holds", settings.dispatch_seconds, dispatcher.open_holds),
         ("hint", settings.dispatch_seconds, dispatcher.hint),
+        ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("measure", measured.MEASURE_SECONDS, dispatcher.measure),

@@ -15,15 +15,6 @@ RushesError
     └── WorkerLost              the rank group ended under the job
 """
 
-import re
-
-_PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
-
-
-def without_places(message: str) -> str:
-    """`message` without the URLs and paths in it: what they name is inside, and nobody's business outside."""
-    return _PLACE.sub("[...]", message)
-
 
 class RushesError(Exception):
     """Base of all errors that Rushes raises on purpose; the message is written for a user or an operator."""

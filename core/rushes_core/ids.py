@@ -1,15 +1,25 @@
 """Public identifiers: a prefix and a ULID, so that they sort by creation time."""
 
+from datetime import datetime
+
 from ulid import ULID
 
 VIDEO_PREFIX = "video_"
 REQUEST_PREFIX = "req_"
 KEY_PREFIX = "key_"
+ENDPOINT_PREFIX = "whe_"
+TEST_EVENT_PREFIX = "evt_test_"
 
 
 def new_video_id() -> str:
     """A new job id, `video_` and 26 characters of Crockford base 32."""
     return f"{VIDEO_PREFIX}{ULID()}"
+
+
+def first_video_id(at: datetime) -> str:
+    """The least id of a job that was created at `at` or later, by the clock that drew it."""
+    milliseconds = max(0, int(at.timestamp() * 1_000))
+    return f"{VIDEO_PREFIX}{ULID(milliseconds.to_bytes(6, 'big') + bytes(10))}"
 
 
 def new_request_id() -> str:
@@ -20,6 +30,21 @@ def new_request_id() -> str:
 def new_key_id() -> str:
     """An id for a new API key. It is no secret."""
     return f"{KEY_PREFIX}{ULID()}"
+
+
+def new_endpoint_id() -> str:
+    """An id for an endpoint of webhooks."""
+    return f"{ENDPOINT_PREFIX}{ULID()}"
+
+
+def new_test_event_id() -> str:
+    """An id for an event that tells of nothing."""
+    return f"{TEST_EVENT_PREFIX}{ULID()}"
+
+
+def is_endpoint_id(value: str) -> bool:
+    """Whether `value` is well formed as the id of a registered endpoint; says nothing about its existence."""
+    return _is_id(value, ENDPOINT_PREFIX)
 
 
 def is_video_id(value: str) -> bool:

@@ -9,12 +9,14 @@ from redis import Redis
 from rushes_core.settings import Settings
 
 WAKE_TASK = "rushes.wake"
+WEBHOOK_QUEUE = "cpu.webhooks"
+"""Celery queue that carries the hints of those who deliver webhooks."""
 MAX_HINTS = 64
 """Most hints that lie in a pool's list at once."""
 
 
-def create_celery(settings: Settings, *, client_name: str) -> Celery:
-    """The Celery application, for the dispatcher that sends hints and for the supervisors that receive them."""
+def create_celery(settings: Settings, *, client_name: str, queue: str) -> Celery:
+    """The Celery application, for the dispatcher that sends hints and for those who receive them."""
     app = Celery("rushes", broker=settings.redis_url)
     app.conf.update(
         task_serializer="json",
@@ -39,8 +41,8 @@ def create_celery(settings: Settings, *, client_name: str) -> Celery:
         worker_hijack_root_logger=False,
         task_create_missing_queues=False,
         task_publish_retry=False,
-        task_queues={settings.gpu_queue: {"exchange": settings.gpu_queue, "routing_key": settings.gpu_queue}},
-        task_default_queue=settings.gpu_queue,
+        task_queues={queue: {"exchange": queue, "routing_key": queue}},
+        task_default_queue=queue,
         broker_transport_options={
             "socket_timeout": 5,
             "socket_connect_timeout": 2,
@@ -57,11 +59,15 @@ def create_celery(settings: Settings, *, client_name: str) -> Celery:
 
 
 class HintQueue:
-    """The sending side of a pool's hints."""
+    """The sending side of hints.
 
-    def __init__(self, settings: Settings) -> None:
-        self._app = create_celery(settings, client_name="rushes-dispatcher")
-        self._queue = settings.gpu_queue
+    Args:
+        queue: None: that of the pool.
+    """
+
+    def __init__(self, settings: Settings, *, queue: str | None = None) -> None:
+        self._queue = queue or settings.gpu_queue
+        self._app = create_celery(settings, client_name="rushes-dispatcher", queue=self._queue)
         self._redis = Redis.from_url(settings.redis_url, socket_timeout=5, socket_connect_timeout=2)
 
     def top_up(self, wanted: int) -> int:

@@ -1,4 +1,4 @@
-"""The Celery side of a supervisor: its only task wakes the claimer and is over at once."""
+"""The Celery side of who claims work: its only task wakes the claimer and is over at once."""
 
 import logging
 import socket
@@ -20,15 +20,20 @@ _MAX_BACKOFF_SECONDS = 30.0
 
 
 class HintListener:
-    """Consumes the pool's hints in a thread of its own, through every absence of Redis, until the process ends.
+    """Consumes a queue's hints in a thread of its own, through every absence of Redis, until the process ends.
 
     Args:
+        replica_id: of who is woken, different from every other's.
         on_hint: called from another thread for every hint.
+        queue: None: that of the pool.
     """
 
-    def __init__(self, settings: Settings, *, replica_id: str, on_hint: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, *, replica_id: str, on_hint: Callable[[], None], queue: str | None = None
+    ) -> None:
         self._settings = settings
         self._replica_id = replica_id
+        self._queue = queue or settings.gpu_queue
         self._on_hint = on_hint
         # hints hold nothing, so nothing is lost when the process ends with the thread
         self._thread = threading.Thread(target=self._run, name="hints", daemon=True)
@@ -56,7 +61,7 @@ class HintListener:
 
     def _consume(self) -> None:
         """Consume until Celery gives up, which it says in the log."""
-        app = create_celery(self._settings, client_name=f"rushes-{self._replica_id}")
+        app = create_celery(self._settings, client_name=f"rushes-{self._replica_id}", queue=self._queue)
 
         @app.task(name=WAKE_TASK)
         def wake() -> None:
@@ -66,7 +71,7 @@ class HintListener:
             consumer_cls=_Consumer,
             pool=POOL,
             concurrency=1,
-            queues=[self._settings.gpu_queue],
+            queues=[self._queue],
             hostname=f"{self._replica_id}@{socket.gethostname()}",
             without_gossip=True,
             without_mingle=True,

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import secrets
+from base64 import urlsafe_b64encode
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Secrets:
     s3_access_key_id: str
     s3_secret_access_key: str
     api_key: str
+    webhook_key: str
 
     @classmethod
     def random(cls) -> "Secrets":
@@ -37,6 +39,7 @@ class Secrets:
             s3_access_key_id=secrets.token_hex(10).upper(),
             s3_secret_access_key=secrets.token_hex(24),
             api_key=f"rushes-{secrets.token_hex(20)}",
+            webhook_key=urlsafe_b64encode(secrets.token_bytes(32)).decode(),
         )
 
 

@@ -1,0 +1,10 @@
+"""What clients are not shown."""
+
+import re
+
+_PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
+
+
+def without_places(message: str) -> str:
+    """`message` without the URLs and paths in it: what they name is inside, and nobody's business outside."""
+    return _PLACE.sub("[...]", message)

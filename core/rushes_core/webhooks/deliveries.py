@@ -1,0 +1,357 @@
+"""Statements on deliveries: claim, settle, give up, and what clients ask for. Nothing here executes.
+
+A delivery is leased like a job: its fence rises with every claim, and what a sender with an older one reports matches
+no row. Nothing is held open while a request is under way.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Select, TextClause, select, text
+
+from rushes_core.webhooks.schedule import MAX_AGE_DAYS
+from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery
+
+BREAKER_FAILURES = 10
+"""Failures in a row after which an endpoint is tried with one delivery at a time, with pauses between."""
+BREAKER_SECONDS = (60, 300)
+"""The first pause and the longest."""
+FAILING_DAYS = 5
+"""An endpoint that did nothing but fail for so long is disabled."""
+MAX_HOLD_SECONDS = 300
+"""How long an answer 429 or 503 with `Retry-After` holds up the other deliveries to its endpoint at most."""
+RETENTION_DAYS = 30
+"""How long deliveries that ended, and events, are kept."""
+MAX_AT_ONCE = 5_000
+"""Rows that a statement touches at most; one that touched so many is to be repeated."""
+
+GONE = "gone"
+FAILING = "failing"
+BY_REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A delivery that this sender holds, and what it needs to make the request."""
+
+    id: str
+    fence: int
+    kind: str
+    endpoint_id: str
+    is_own_url: bool
+    """Whether it goes to the job's own `webhook_url`."""
+    event_id: str
+    job_id: str | None
+    type: str
+    url: str | None
+    number: int
+    """Of this attempt, from 1."""
+    step: int
+    secret: bytes | None
+    previous_secret: bytes | None
+    data: dict[str, Any] | None
+    """Null for a test, and for an event that is no longer kept."""
+    metadata: dict[str, Any] | None
+    event_at: datetime
+    created_at: datetime
+    is_deleted: bool
+    """Whether the job was deleted: it tells nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt went, and what is to become of its delivery."""
+
+    id: str
+    fence: int
+    state: str
+    """`delivered`, `pending` to be tried again, `failed` or `cancelled`."""
+    status: int | None = None
+    error: str | None = None
+    duration_ms: int | None = None
+    excerpt: str | None = None
+    delay: float = 0.0
+    """Seconds until the next attempt."""
+    step: int = 0
+    hold: float | None = None
+    """Seconds for which the endpoint asked not to be sent anything."""
+    is_gone: bool = False
+    """Whether the endpoint said that it is no more."""
+
+
+_LOCK = text("SELECT pg_advisory_xact_lock(738764376)")
+
+# every endpoint with pending deliveries costs one probe of the index, however many there are of it
+_CLAIM = text("""
+WITH RECURSIVE waiting AS (
+    (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)
+    UNION ALL
+    SELECT (
+        SELECT d.endpoint_id FROM webhook_deliveries AS d
+        WHERE d.state = 'pending' AND d.endpoint_id > waiting.endpoint_id ORDER BY d.endpoint_id LIMIT 1
+    ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
+), busy AS (
+    SELECT endpoint_id, count(*) AS count FROM webhook_deliveries WHERE state = 'delivering' GROUP BY endpoint_id
+), ready AS (
+    SELECT e.id, e.failures > 0 AS fails,
+        greatest(0, CASE WHEN e.failures >= :breaker THEN 1 ELSE :concurrency END - coalesce(busy.count, 0)) AS slots
+    FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id
+        LEFT JOIN busy ON busy.endpoint_id = e.id
+    WHERE e.state = 'enabled' AND e.deleted_at IS NULL AND (e.open_until IS NULL OR e.open_until <= now())
+), picked AS MATERIALIZED (
+    SELECT next.id FROM ready, LATERAL (
+        SELECT d.id, d.next_at FROM webhook_deliveries AS d
+        WHERE d.endpoint_id = ready.id AND d.state = 'pending' AND d.next_at <= now()
+        ORDER BY d.next_at, d.id LIMIT ready.slots FOR NO KEY UPDATE SKIP LOCKED
+    ) AS next ORDER BY ready.fails, next.next_at LIMIT :limit
+), tests AS MATERIALIZED (  -- somebody waits for these, whatever the state of the endpoint
+    SELECT d.id FROM webhook_deliveries AS d JOIN webhook_endpoints AS e ON e.id = d.endpoint_id
+    WHERE d.state = 'pending' AND d.kind = 'test' AND e.deleted_at IS NULL
+    LIMIT :limit FOR NO KEY UPDATE OF d SKIP LOCKED
+), claimed AS (
+    UPDATE webhook_deliveries AS d
+    SET state = 'delivering', attempts = attempts + 1, fence = nextval('webhook_fence'),
+        lease_until = now() + make_interval(secs => :lease_seconds)
+    WHERE d.id IN (SELECT id FROM picked UNION SELECT id FROM tests) AND d.state = 'pending'
+    RETURNING d.*
+)
+SELECT claimed.id, claimed.fence, claimed.kind, claimed.endpoint_id, e.origin IS NOT NULL AS is_own_url,
+    claimed.event_id, claimed.job_id, claimed.type, coalesce(claimed.url, e.url) AS url, claimed.attempts AS number,
+    claimed.step, coalesce(e.secret, s.secret) AS secret,
+    CASE WHEN e.secret IS NULL THEN CASE WHEN s.previous_until > now() THEN s.previous_secret END
+        WHEN e.previous_until > now() THEN e.previous_secret END AS previous_secret,
+    o.data, j.request -> 'metadata' AS metadata, coalesce(o.created_at, claimed.created_at) AS event_at,
+    claimed.created_at, j.deleted_at IS NOT NULL AS is_deleted
+FROM claimed JOIN webhook_endpoints AS e ON e.id = claimed.endpoint_id
+    LEFT JOIN webhook_secrets AS s ON e.secret IS NULL AND s.project = e.project
+    LEFT JOIN outbox AS o ON o.event_id = claimed.event_id
+    LEFT JOIN jobs AS j ON j.id = claimed.job_id
+ORDER BY claimed.next_at
+""")
+
+
+def lock_claims() -> TextClause:
+    """To be run before `claim` in its transaction: what it counts then stays true until the end."""
+    return _LOCK
+
+
+def claim(*, limit: int, concurrency: int, lease_seconds: float) -> TextClause:
+    """Lease deliveries that are due: the members of `Claimed`.
+
+    At most `concurrency` of an endpoint are under way, whoever holds them; one of an endpoint that keeps failing.
+    Endpoints that do not fail come first.
+    """
+    return _CLAIM.bindparams(
+        limit=limit, concurrency=concurrency, lease_seconds=lease_seconds, breaker=BREAKER_FAILURES
+    )
+
+
+_SETTLE = text("""
+WITH outcomes AS MATERIALIZED (
+    SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcome (
+        id text, fence bigint, state text, status smallint, error text, duration_ms bigint, excerpt text,
+        delay float8, step smallint, hold float8, is_gone boolean
+    )
+), settled AS (
+    UPDATE webhook_deliveries AS d
+    SET state = o.state, step = o.step, lease_until = NULL,
+        last_status = CASE WHEN o.state = 'cancelled' THEN d.last_status ELSE o.status END,
+        last_error = o.error,
+        next_at = CASE o.state WHEN 'pending' THEN now() + make_interval(secs => o.delay) ELSE d.next_at END,
+        finished_at = CASE WHEN o.state <> 'pending' THEN now() END
+    FROM outcomes AS o WHERE d.id = o.id AND d.fence = o.fence AND d.state = 'delivering'
+    RETURNING d.id, d.endpoint_id, d.kind, d.job_id, d.url, d.state, d.attempts, d.sequence, d.type, d.last_status,
+        o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.is_gone
+), logged AS (
+    INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
+    SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
+), told AS (
+    UPDATE jobs SET webhook = jsonb_build_object(
+        'state', CASE settled.state WHEN 'delivered' THEN 'delivered' WHEN 'pending' THEN 'pending' ELSE 'failed' END,
+        'attempts', settled.attempts, 'last_status', settled.last_status
+    ) FROM settled
+    WHERE jobs.id = settled.job_id AND settled.url IS NOT NULL
+        AND settled.type NOT IN ('video.started', 'video.progress')
+), sums AS (
+    SELECT endpoint_id, bool_or(state = 'delivered') AS succeeded,
+        count(*) FILTER (WHERE error IS NOT NULL AND NOT is_gone) AS failed,
+        max(hold) AS hold, bool_or(is_gone) AND bool_or(url IS NULL) AS is_gone
+    FROM settled WHERE kind <> 'test' AND state <> 'cancelled' GROUP BY endpoint_id
+)
+UPDATE webhook_endpoints AS e
+SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
+    failing_since = CASE WHEN succeeded THEN NULL ELSE coalesce(failing_since, now()) END,
+    open_until = greatest(
+        CASE WHEN NOT succeeded AND failures + failed >= :breaker THEN now() + make_interval(secs => (
+            least(:longest, :first * power(2, least(failures + failed - :breaker, 10))) * (0.8 + 0.4 * random())
+        )) END,
+        now() + make_interval(secs => hold)
+    ),
+    state = CASE WHEN is_gone OR e.origin IS NULL AND NOT succeeded AND failures + failed >= :breaker
+        AND failing_since < now() - make_interval(days => :days) THEN 'disabled' ELSE state END,
+    disabled_reason = CASE WHEN is_gone THEN 'gone' WHEN e.origin IS NULL AND NOT succeeded
+        AND failures + failed >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
+        ELSE disabled_reason END
+FROM sums WHERE e.id = sums.endpoint_id AND NOT (succeeded AND failures = 0 AND open_until IS NULL AND hold IS NULL)
+RETURNING e.id, e.state, e.failures, e.open_until IS NOT NULL AS is_open
+""")
+
+
+def settle(outcomes: Sequence[Outcome]) -> TextClause:
+    """Write down how attempts went. Those that are no longer this sender's are passed over.
+
+    The endpoints that changed: `id`, `state`, `failures`, `is_open`. For a disabled one `cancel_pending` is to follow
+    in the same transaction, and `supersede` for the jobs whose end was told.
+    """
+    return _SETTLE.bindparams(
+        outcomes=json.dumps([asdict(outcome) for outcome in outcomes]),
+        breaker=BREAKER_FAILURES,
+        first=BREAKER_SECONDS[0],
+        longest=BREAKER_SECONDS[1],
+        days=FAILING_DAYS,
+    )
+
+
+def supersede(delivery_ids: Collection[str]) -> TextClause:
+    """Cancel what earlier states of a job have to tell an endpoint that was told of its end."""
+    return text("""
+UPDATE webhook_deliveries AS d
+SET state = 'cancelled', last_error = 'superseded', finished_at = now()
+FROM webhook_deliveries AS told
+WHERE told.id = ANY (:ids) AND told.state = 'delivered' AND d.job_id = told.job_id
+    AND d.endpoint_id = told.endpoint_id AND d.state = 'pending' AND d.sequence < told.sequence
+    AND d.type IN ('video.started', 'video.progress')
+""").bindparams(ids=list(delivery_ids))
+
+
+def cancel_pending(endpoint_ids: Collection[str], *, reason: str) -> TextClause:
+    """Cancel what waits for endpoints that are disabled or deleted. The ids of what was cancelled."""
+    return text("""
+WITH waiting AS MATERIALIZED (
+    SELECT id FROM webhook_deliveries WHERE endpoint_id = ANY (:ids) AND state = 'pending'
+    LIMIT :limit FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE webhook_deliveries AS d SET state = 'cancelled', last_error = :reason, finished_at = now()
+FROM waiting WHERE d.id = waiting.id RETURNING d.id
+""").bindparams(ids=list(endpoint_ids), reason=reason, limit=MAX_AT_ONCE)
+
+
+def cancel_left_over() -> TextClause:
+    """Cancel what was under way while its endpoint was disabled or deleted, and waits again since. Ids."""
+    return text("""
+UPDATE webhook_deliveries AS d
+SET state = 'cancelled', last_error = coalesce(e.disabled_reason, 'endpoint_deleted'), finished_at = now()
+FROM webhook_endpoints AS e
+WHERE e.id = d.endpoint_id AND (e.state = 'disabled' OR e.deleted_at IS NOT NULL) AND d.state = 'pending'
+    AND d.kind <> 'test'
+RETURNING d.id
+""")
+
+
+def reap() -> TextClause:
+    """Take back what a sender held too long: it died, and the attempt may have been made. Ids and attempts."""
+    return text("""
+WITH dead AS MATERIALIZED (
+    SELECT id FROM webhook_deliveries WHERE state = 'delivering' AND lease_until < now()
+    ORDER BY lease_until LIMIT 500 FOR NO KEY UPDATE SKIP LOCKED
+), back AS (
+    UPDATE webhook_deliveries AS d
+    SET state = CASE kind WHEN 'test' THEN 'failed' ELSE 'pending' END,
+        finished_at = CASE kind WHEN 'test' THEN now() END,
+        lease_until = NULL, next_at = now(), last_error = 'sender_lost'
+    FROM dead WHERE d.id = dead.id RETURNING d.id, d.attempts
+)
+INSERT INTO webhook_attempts (delivery_id, number, error) SELECT id, attempts, 'sender_lost' FROM back
+RETURNING delivery_id, number
+""")
+
+
+def release(held: Collection[tuple[str, int]]) -> TextClause:
+    """Give back what was claimed and not sent, with nothing counted."""
+    return text("""
+UPDATE webhook_deliveries AS d SET state = 'pending', lease_until = NULL, attempts = attempts - 1
+FROM jsonb_to_recordset(CAST(:held AS jsonb)) AS held (id text, fence bigint)
+WHERE d.id = held.id AND d.fence = held.fence AND d.state = 'delivering'
+""").bindparams(held=json.dumps([{"id": id, "fence": fence} for id, fence in held]))
+
+
+def give_up() -> TextClause:
+    """Fail what has waited too long, for an endpoint that was never well enough. Ids."""
+    return text("""
+WITH old AS MATERIALIZED (
+    SELECT d.id FROM webhook_endpoints AS e JOIN webhook_deliveries AS d ON d.endpoint_id = e.id
+    WHERE e.failures > 0 AND d.state = 'pending' AND d.created_at < now() - make_interval(days => :days)
+    LIMIT :limit FOR NO KEY UPDATE OF d SKIP LOCKED
+), given_up AS (
+    UPDATE webhook_deliveries AS d SET state = 'failed', last_error = coalesce(d.last_error, 'too_old'),
+        finished_at = now()
+    FROM old WHERE d.id = old.id RETURNING d.id, d.job_id, d.url, d.attempts, d.last_status
+), told AS (
+    UPDATE jobs SET webhook = jsonb_build_object(
+        'state', 'failed', 'attempts', given_up.attempts, 'last_status', given_up.last_status
+    ) FROM given_up WHERE jobs.id = given_up.job_id AND given_up.url IS NOT NULL
+)
+SELECT id FROM given_up
+""").bindparams(days=MAX_AGE_DAYS, limit=MAX_AT_ONCE)
+
+
+def forget() -> tuple[TextClause, TextClause]:
+    """Remove deliveries that ended, and events, after `RETENTION_DAYS`. Ids of what was removed."""
+    old_deliveries = text("""
+DELETE FROM webhook_deliveries WHERE id IN (
+    SELECT id FROM webhook_deliveries WHERE finished_at < now() - make_interval(days => :days)
+    ORDER BY finished_at LIMIT :limit FOR UPDATE SKIP LOCKED
+) RETURNING id
+""")
+    old_events = text("""
+DELETE FROM outbox WHERE id IN (
+    SELECT id FROM outbox AS o WHERE o.created_at < now() - make_interval(days => :days)
+        AND NOT EXISTS (SELECT FROM webhook_deliveries AS d WHERE d.job_id = o.job_id AND d.event_id = o.event_id)
+    ORDER BY id LIMIT :limit FOR UPDATE SKIP LOCKED
+) RETURNING id
+""")
+    values = {"days": RETENTION_DAYS, "limit": MAX_AT_ONCE}
+    return old_deliveries.bindparams(**values), old_events.bindparams(**values)
+
+
+def is_any_due() -> TextClause:
+    """Whether a sender would find something to do."""
+    return text("""
+WITH RECURSIVE waiting AS (
+    (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)
+    UNION ALL
+    SELECT (
+        SELECT d.endpoint_id FROM webhook_deliveries AS d
+        WHERE d.state = 'pending' AND d.endpoint_id > waiting.endpoint_id ORDER BY d.endpoint_id LIMIT 1
+    ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
+)
+SELECT EXISTS (
+    SELECT FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id, LATERAL (
+        SELECT next_at FROM webhook_deliveries AS d
+        WHERE d.endpoint_id = e.id AND d.state = 'pending' ORDER BY next_at LIMIT 1
+    ) AS first
+    WHERE first.next_at <= now() AND e.state = 'enabled' AND e.deleted_at IS NULL
+        AND (e.open_until IS NULL OR e.open_until <= now())
+)
+""")
+
+
+def get(delivery_id: str, *, project: str) -> Select[WebhookDelivery]:
+    return select(WebhookDelivery).where(WebhookDelivery.id == delivery_id, WebhookDelivery.project == project)
+
+
+def listed(*, project: str) -> Select[WebhookDelivery]:
+    """The deliveries of a project, in no order."""
+    return select(WebhookDelivery).where(WebhookDelivery.project == project)
+
+
+def attempts(delivery_ids: Collection[str]) -> Select[WebhookAttempt]:
+    """Every attempt of these deliveries, in order."""
+    return (
+        select(WebhookAttempt)
+        .where(WebhookAttempt.delivery_id.in_(delivery_ids))
+        .order_by(WebhookAttempt.delivery_id, WebhookAttempt.number)
+    )

@@ -1,0 +1,233 @@
+"""Deliveries from what happens to a job to the receiver that takes it, on real Postgres and real sockets."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from rushes_core.settings import Settings
+from rushes_core.webhooks import deliveries
+from standardwebhooks import Webhook
+from support.receiver import Receiver, reply
+from support.stack import SharedStack
+from support.waiting import wait_until
+from support.webhooks import ED25519_KEY, LOCAL, Hooks, SenderProcess, SenderThread
+
+AWKWARD = {"title": 'día "ひまわり" 🌻\\ \n\t<script>\u2028', "字": "第一\r\n行"}
+
+
+@pytest.fixture(scope="module")
+def settings(stack: SharedStack) -> Settings:
+    return stack.settings(**LOCAL, webhook_ed25519_key=ED25519_KEY, webhook_timeout_seconds=5)
+
+
+@pytest.fixture(scope="module")
+def module_hooks(settings: Settings) -> Iterator[Hooks]:
+    hooks = Hooks(settings)
+    yield hooks
+    hooks.close()
+
+
+@pytest.fixture
+def hooks(module_hooks: Hooks) -> Hooks:
+    module_hooks.clear()
+    return module_hooks
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
+    with SenderThread(settings) as sender:
+        yield sender
+
+
+class TestBody:
+    def test_an_endpoint_is_told_of_a_completed_job(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        hooks.register(receiver.url())
+        job = hooks.completed(**AWKWARD)
+        delivery = hooks.wait_for("delivered")
+        (received,) = receiver.received
+        body = json.loads(received.body)
+        (event,) = hooks.events()
+        assert received.event_id == body["id"] == event.event_id == f"evt_{job.id.removeprefix('video_')}_1"
+        assert body["object"] == "event"
+        assert body["type"] == "video.completed"
+        assert body["created_at"] == int(event.created_at.timestamp())
+        assert body["timestamp"].endswith("Z")
+        assert body["data"] == {
+            "id": job.id,
+            "status": "completed",
+            "progress": 100,
+            "attempt": 1,
+            "sequence": delivery.sequence,
+            "custom_id": None,
+            "campaign_id": None,
+            "metadata": AWKWARD,
+            "error": None,
+            "content_url": f"/v1/videos/{job.id}/content",
+        }
+        assert received.headers["content-type"] == "application/json"
+        assert "authorization" not in received.headers
+        assert received.headers["host"] == f"127.0.0.1:{receiver.port}"
+
+    def test_a_failure_names_no_path_and_no_host(self, hooks: Hooks, receiver: Receiver, sender: SenderThread) -> None:
+        hooks.register(receiver.url())
+        hooks.add()
+        message = "cannot write /tmp/scratch/clip.mp4 to http://store-7.internal:9000/media"
+        hooks.fail(hooks.run(), {"code": "storage_error", "message": message, "stage": "uploading"})
+        hooks.wait_for("delivered")
+        (received,) = receiver.received
+        error = json.loads(received.body)["data"]["error"]
+        assert error == {"code": "storage_error", "message": "cannot write [...] to [...]", "stage": "uploading"}
+        assert b"/tmp" not in received.body
+        assert b"internal" not in received.body
+
+    def test_a_jobs_own_url_is_told_and_the_job_knows(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        secret = hooks.project_secret()
+        job = hooks.completed(receiver.url("/mine?job=7"))
+        hooks.wait_for("delivered")
+        (received,) = receiver.at("/mine?job=7")
+        Webhook(secret.text).verify(received.body, received.signed)
+        summary = hooks.jobs.read(job.id).webhook
+        assert summary == {"state": "delivered", "attempts": 1, "last_status": 200}
+
+
+class TestSignature:
+    def test_standard_webhooks_and_openai_verify_what_was_sent(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        _, secret = hooks.register(receiver.url())
+        job = hooks.completed(**AWKWARD)
+        hooks.wait_for("delivered")
+        (received,) = receiver.received
+        verified = Webhook(secret.text).verify(received.body, received.signed)
+        assert verified["data"]["metadata"] == AWKWARD
+        client = OpenAI(api_key="none", webhook_secret=secret.text)
+        event = client.webhooks.unwrap(received.body, received.headers)
+        assert event.type == "video.completed"
+        assert event.data.id == job.id
+
+    def test_an_ed25519_signature_goes_beside_it(self, hooks: Hooks, receiver: Receiver, sender: SenderThread) -> None:
+        from base64 import b64decode, urlsafe_b64decode
+
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from rushes_core.webhooks.signing import PublicKeys
+
+        hooks.register(receiver.url())
+        hooks.completed()
+        hooks.wait_for("delivered")
+        (received,) = receiver.received
+        symmetric, asymmetric = received.headers["webhook-signature"].split(" ")
+        assert symmetric.startswith("v1,")
+        assert asymmetric.startswith("v1a,")
+        (jwk,) = PublicKeys(hooks.settings).jwks()["keys"]
+        public = Ed25519PublicKey.from_public_bytes(urlsafe_b64decode(jwk["x"] + "="))
+        message = f"{received.event_id}.{received.headers['webhook-timestamp']}.".encode() + received.body
+        public.verify(b64decode(asymmetric.removeprefix("v1a,")), message)
+
+    def test_secrets_lie_encrypted_in_the_database(self, hooks: Hooks, receiver: Receiver) -> None:
+        endpoint_id, secret = hooks.register(receiver.url())
+        project_secret = hooks.project_secret()
+        stored = hooks.endpoint(endpoint_id).secret
+        assert stored is not None
+        for text in (secret.text, project_secret.text):
+            assert text.encode() not in stored
+            assert text.removeprefix("whsec_").encode() not in stored
+            assert text.encode() not in hooks.secrets()[0].secret
+
+
+class TestAgain:
+    def test_the_same_bytes_and_id_are_sent_again_after_a_failure(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        _, secret = hooks.register(receiver.url())
+        receiver.script("/hook", reply(500), reply(429, retry_after="2"), reply(200))
+        hooks.completed(**AWKWARD)
+        delivery = hooks.wait_attempts(1)
+        assert 4 <= hooks.seconds_until_next(delivery.id) <= 6.1
+        hooks.make_due()
+        hooks.wait_attempts(2)
+        assert 1.9 <= hooks.seconds_until_next(delivery.id) <= 2.5
+        hooks.make_due()
+        hooks.wait_for("delivered")
+        assert len(receiver.received) == 3
+        assert len({one.body for one in receiver.received}) == 1
+        assert len({one.event_id for one in receiver.received}) == 1
+        for one in receiver.received:
+            Webhook(secret.text).verify(one.body, one.signed)
+        log = [(one.number, one.status, one.error) for one in hooks.attempts(delivery.id)]
+        assert log == [(1, 500, "http_error"), (2, 429, "http_error"), (3, 200, None)]
+
+    def test_retries_survive_a_restart_of_the_sender(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, tmp_path: Path
+    ) -> None:
+        hooks.register(receiver.url())
+        receiver.script("/hook", reply(500), reply(200))
+        hooks.completed()
+        with SenderProcess(settings, tmp_path / "first.log") as first:
+            hooks.wait_attempts(1)
+            assert first.end() == 0
+        hooks.make_due()
+        with SenderProcess(settings, tmp_path / "second.log"):
+            hooks.wait_for("delivered")
+        assert len(receiver.received) == 2
+
+    def test_a_sender_that_dies_after_the_answer_leaves_one_recorded_success_and_the_same_id(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, tmp_path: Path
+    ) -> None:
+        hooks.register(receiver.url())
+        with SenderProcess(settings, tmp_path / "first.log") as first:
+            # frozen before it can read the answer, killed when the answer has been sent
+            def freeze_and_answer(connection: object, received: object) -> None:
+                first.freeze()
+                reply(200)(connection, received)  # type: ignore[arg-type]
+
+            receiver.script("/hook", freeze_and_answer)
+            hooks.completed()
+            wait_until(lambda: receiver.received)
+            first.kill()
+        assert hooks.delivery().state == "delivering"
+        hooks.end_leases()
+        with SenderProcess(settings, tmp_path / "second.log"):
+            delivery = hooks.wait_for("delivered")
+        assert len(receiver.received) == 2
+        assert len({(one.event_id, one.body) for one in receiver.received}) == 1
+        log = [(one.number, one.status, one.error) for one in hooks.attempts(delivery.id)]
+        assert log == [(1, None, "sender_lost"), (2, 200, None)]
+
+    def test_a_sender_that_lost_its_lease_records_nothing(self, hooks: Hooks, receiver: Receiver) -> None:
+        hooks.register(receiver.url())
+        hooks.completed()
+        fences: list[int] = []
+        for _ in range(2):
+            with hooks.engine.begin() as connection:
+                connection.execute(deliveries.lock_claims())
+                (row,) = connection.execute(deliveries.claim(limit=10, concurrency=4, lease_seconds=30))
+                fences.append(row.fence)
+            hooks.end_leases()
+            with hooks.engine.begin() as connection:
+                connection.execute(deliveries.reap())
+        assert fences[0] < fences[1]
+        delivery = hooks.delivery()
+        for fence in fences:
+            with hooks.engine.begin() as connection:
+                connection.execute(deliveries.settle([deliveries.Outcome(delivery.id, fence, "delivered", status=200)]))
+        assert hooks.delivery().state == "pending"
+        with hooks.engine.begin() as connection:
+            (row,) = connection.execute(deliveries.claim(limit=10, concurrency=4, lease_seconds=30))
+            for _ in range(2):
+                connection.execute(
+                    deliveries.settle([deliveries.Outcome(delivery.id, row.fence, "delivered", status=200)])
+                )
+        assert hooks.delivery().state == "delivered"
+        assert [one.error for one in hooks.attempts(delivery.id)] == ["sender_lost", "sender_lost", None]

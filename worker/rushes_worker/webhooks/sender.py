@@ -1,0 +1,284 @@
+"""Delivers webhooks: claims what is due, makes the requests, writes down how they went. Any number may run.
+
+One turn is one short transaction that settles what has finished and claims what there is room for. No transaction is
+open while a request is under way.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+
+from rushes_core.database import create_api_engine
+from rushes_core.log import get_logger
+from rushes_core.settings import Settings
+from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.deliveries import Claimed, Outcome
+from rushes_core.webhooks.events import FINAL_TYPES, SAMPLE_VIDEO, event_body, sample_data
+from rushes_core.webhooks.guard import Guard, Lookup, look_up
+from rushes_core.webhooks.schedule import JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS, delay_after, retry_after
+from rushes_core.webhooks.signing import PublicKeys, SecretUnreadable, Vault, sign
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from rushes_worker.webhooks.transport import Answer, Transport
+
+log = get_logger(__name__)
+
+MAX_UNDER_WAY = 512
+"""Requests of one process at once."""
+MAX_SETTLED = 500
+"""Outcomes that are written in one transaction."""
+LEASE_MARGIN_SECONDS = 30.0
+"""How much longer than a request a delivery is held: for the database to take the outcome."""
+POLL_SECONDS = 1.0
+GATHER_SECONDS = 0.005
+"""How long finished requests wait for others to be settled with."""
+REAP_SECONDS = 5.0
+TIDY_SECONDS = 60.0
+STOP_SECONDS = 10.0
+"""How long requests that are under way may go on after a stop was asked for."""
+_OUTAGE_SECONDS = 1.0
+
+
+class Sender:
+    """Runs between `run` and `stop`, in one event loop.
+
+    Args:
+        lookup: addresses of a name; blocks.
+    """
+
+    def __init__(self, settings: Settings, *, lookup: Lookup = look_up) -> None:
+        """
+        Raises:
+            WebhooksNotConfigured: there is no key to decrypt secrets with.
+        """
+        self._vault = Vault(settings)
+        self._vault.check()
+        self._public_keys = PublicKeys(settings)
+        self._transport = Transport(settings, Guard(settings), lookup=lookup)
+        self._engine = create_api_engine(settings, pool_size=2)
+        self._timeout_seconds = settings.webhook_timeout_seconds
+        self._lease_seconds = settings.webhook_timeout_seconds + LEASE_MARGIN_SECONDS
+        self._concurrency = settings.webhook_concurrency
+        self._under_way: dict[asyncio.Task[None], int] = {}
+        self._done: list[Outcome] = []
+        self._told_ends: set[str] = set()
+        self._unsent: list[tuple[str, int]] = []
+        self._wake = asyncio.Event()
+        self._stopping = False
+
+    def wake(self) -> None:
+        """Look for work now. To be called in the event loop."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Claim nothing more, and return from `run` when what is under way has ended."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Deliver until `stop`. A database that is away is waited for, not an error."""
+        async with self._transport:
+            chores = [
+                asyncio.create_task(self._repeat("webhook_reap", REAP_SECONDS, self._reap)),
+                asyncio.create_task(self._repeat("webhook_tidy", TIDY_SECONDS, self._tidy)),
+            ]
+            failing = False
+            while not self._stopping:
+                self._wake.clear()
+                try:
+                    claimed = await self._turn()
+                except (DBAPIError, PoolTimeout, OSError) as error:
+                    if not failing:
+                        log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
+                    failing = True
+                    await self._pause(_OUTAGE_SECONDS)
+                    continue
+                if failing:
+                    log.info("webhook_turn_recovered")
+                failing = False
+                for group in _by_job(claimed):
+                    task = asyncio.create_task(self._deliver(group, time.monotonic()))
+                    self._under_way[task] = len(group)
+                    task.add_done_callback(self._ended)
+                if not claimed and not self._done:
+                    await self._pause(POLL_SECONDS)
+                # those that finish together are settled together
+                await asyncio.sleep(GATHER_SECONDS)
+            for chore in chores:
+                chore.cancel()
+            await asyncio.gather(*chores, return_exceptions=True)
+            await self._finish()
+        await self._engine.dispose()
+
+    async def _turn(self) -> list[Claimed]:
+        """Settle and claim in one transaction."""
+        outcomes, unsent = self._done[:MAX_SETTLED], list(self._unsent)
+        room = MAX_UNDER_WAY - sum(self._under_way.values())
+        claimed: list[Claimed] = []
+        # one statement of its own while there is nothing to do would wait for other senders' claims
+        async with self._engine.begin() as connection:
+            if outcomes:
+                await self._settle(connection, outcomes)
+            if unsent:
+                await connection.execute(deliveries.release(unsent))
+            if room > 0 and not self._stopping:
+                await connection.execute(deliveries.lock_claims())
+                statement = deliveries.claim(
+                    limit=room, concurrency=self._concurrency, lease_seconds=self._lease_seconds
+                )
+                claimed = [Claimed(**row) for row in (await connection.execute(statement)).mappings()]
+        del self._done[: len(outcomes)]
+        self._unsent = [one for one in self._unsent if one not in unsent]
+        self._told_ends.difference_update(outcome.id for outcome in outcomes)
+        return claimed
+
+    async def _settle(self, connection: AsyncConnection, outcomes: list[Outcome]) -> None:
+        changed = (await connection.execute(deliveries.settle(outcomes))).all()
+        told = [outcome.id for outcome in outcomes if outcome.id in self._told_ends]
+        if told:
+            await connection.execute(deliveries.supersede(told))
+        for endpoint in changed:
+            if endpoint.state == "disabled":
+                log.warning("webhook_endpoint_disabled", endpoint_id=endpoint.id, failures=endpoint.failures)
+                reason = deliveries.GONE if any(outcome.is_gone for outcome in outcomes) else deliveries.FAILING
+                await connection.execute(deliveries.cancel_pending([endpoint.id], reason=reason))
+            elif endpoint.failures == deliveries.BREAKER_FAILURES:
+                log.warning("webhook_endpoint_paused", endpoint_id=endpoint.id, failures=endpoint.failures)
+
+    async def _deliver(self, group: list[Claimed], claimed_at: float) -> None:
+        """Make the requests of one job's deliveries to one endpoint, earlier events first."""
+        for claimed in group:
+            # the lease must outlast the request: another sender would make the same one
+            if time.monotonic() > claimed_at + self._lease_seconds - self._timeout_seconds - 1:
+                self._unsent.append((claimed.id, claimed.fence))
+                continue
+            outcome = await self._attempt(claimed)
+            if outcome.state == "delivered" and claimed.type in FINAL_TYPES and claimed.job_id is not None:
+                self._told_ends.add(outcome.id)
+            self._done.append(outcome)
+            if outcome.error is not None:
+                log.info(
+                    "webhook_attempt_failed",
+                    delivery_id=claimed.id,
+                    endpoint_id=claimed.endpoint_id,
+                    attempt=claimed.number,
+                    status=outcome.status,
+                    error=outcome.error,
+                )
+
+    async def _attempt(self, claimed: Claimed) -> Outcome:
+        ended = Outcome(claimed.id, claimed.fence, "cancelled")
+        if claimed.is_deleted:
+            return replace(ended, error="video_deleted")
+        if claimed.data is None and claimed.kind != "test":
+            return replace(ended, error="event_forgotten")
+        if claimed.secret is None or claimed.url is None:
+            return replace(ended, error="secret_missing")
+        try:
+            secrets = [self._vault.unlock(one) for one in (claimed.secret, claimed.previous_secret) if one is not None]
+        except SecretUnreadable:
+            log.error("webhook_secret_unreadable", endpoint_id=claimed.endpoint_id)
+            return _after(claimed, Answer(None, SecretUnreadable.code, 0))
+        body = event_body(
+            event_id=claimed.event_id,
+            type=claimed.type,
+            created_at=claimed.event_at,
+            video_id=claimed.job_id or SAMPLE_VIDEO,
+            data=sample_data(claimed.type) if claimed.data is None else claimed.data,
+            metadata=claimed.metadata or {},
+        )
+        headers = sign(claimed.event_id, int(time.time()), body, secrets, self._public_keys)
+        return _after(claimed, await self._transport.post(claimed.url, body, headers))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._under_way[task]
+        self._wake.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # its deliveries come back when their leases run out
+            log.error("webhook_delivery_crashed", exc_info=error)
+
+    async def _finish(self) -> None:
+        """Let requests that are under way end, and settle them. Others' outcome is unknown: they are made again."""
+        if self._under_way:
+            await asyncio.wait(list(self._under_way), timeout=STOP_SECONDS)
+        for task in list(self._under_way):
+            task.cancel()
+        try:
+            while self._done or self._unsent:
+                await self._turn()
+        except (DBAPIError, PoolTimeout, OSError) as error:
+            log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+    async def _repeat(self, name: str, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await action()
+            except (DBAPIError, PoolTimeout, OSError) as error:
+                log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+            await asyncio.sleep(seconds)
+
+    async def _reap(self) -> None:
+        async with self._engine.begin() as connection:
+            for lost in await connection.execute(deliveries.reap()):
+                log.warning("webhook_sender_lost", delivery_id=lost.delivery_id, attempt=lost.number)
+
+    async def _tidy(self) -> None:
+        for statement in (deliveries.give_up(), deliveries.cancel_left_over(), *deliveries.forget()):
+            async with self._engine.begin() as connection:
+                rows = (await connection.execute(statement)).all()
+            if rows:
+                log.info("webhook_rows_tidied", count=len(rows))
+
+
+def _by_job(claimed: Iterable[Claimed]) -> list[list[Claimed]]:
+    """Deliveries in groups that are made one after the other: no receiver is first told of an end and then, for the
+    first time, of what came before it."""
+    groups: dict[tuple[str, str], list[Claimed]] = {}
+    for one in claimed:
+        groups.setdefault((one.endpoint_id, one.job_id or one.id), []).append(one)
+    return [sorted(group, key=_order) for group in groups.values()]
+
+
+def _order(claimed: Claimed) -> datetime:
+    return claimed.event_at
+
+
+def _after(claimed: Claimed, answer: Answer) -> Outcome:
+    """What is to become of a delivery after this answer."""
+    outcome = Outcome(
+        claimed.id,
+        claimed.fence,
+        "delivered" if answer.error is None else "failed",
+        status=answer.status,
+        error=answer.error,
+        duration_ms=answer.duration_ms,
+        excerpt=answer.excerpt,
+        step=claimed.step,
+    )
+    if answer.error is None or claimed.kind == "test":
+        return outcome
+    if answer.status == HTTPStatus.GONE:
+        return replace(outcome, is_gone=True)
+    if claimed.number >= MAX_ATTEMPTS or claimed.created_at < datetime.now(UTC) - timedelta(days=MAX_AGE_DAYS):
+        return outcome
+    wanted = retry_after(answer.retry_after)
+    if wanted is not None:
+        hold = None
+        if answer.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            hold = min(wanted, deliveries.MAX_HOLD_SECONDS)
+        # a receiver that was told when to come back to is not asked before
+        return replace(outcome, state="pending", delay=wanted * random.uniform(1, 1 + JITTER), hold=hold)
+    delay = delay_after(claimed.step)
+    return outcome if delay is None else replace(outcome, state="pending", delay=delay, step=claimed.step + 1)
