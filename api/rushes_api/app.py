@@ -18,12 +18,25 @@ from rushes_api import errors
 from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
 from rushes_api.deps import State
+from rushes_api.eta import forecasting
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
 from rushes_api.pauses import Pauses
 from rushes_api.pulse import beating
 from rushes_api.readiness import Readiness
-from rushes_api.routers import actions, api_keys, content, events, health, models, projects, sync, videos
+from rushes_api.routers import (
+    actions,
+    api_keys,
+    content,
+    events,
+    health,
+    models,
+    projects,
+    queue,
+    sync,
+    videos,
+    workers,
+)
 from rushes_api.watch import watching
 
 log = get_logger(__name__)
@@ -58,7 +71,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         request_limits = RequestLimits(configured)
         lookup = Lookup(configured)
         log.info("api_started", model=model.name)
-        async with beating(configured) as pulse, watching(configured, sessions) as watcher:
+        async with (
+            beating(configured) as pulse,
+            watching(configured, sessions) as watcher,
+            forecasting(configured, sessions, model=model.name) as forecast,
+        ):
             yield State(
                 settings=configured,
                 keys=keys,
@@ -69,6 +86,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 lookup=lookup,
                 pulse=pulse,
                 pauses=Pauses(sessions),
+                forecast=forecast,
                 store=store,
                 store_limiter=CapacityLimiter(STORE_THREADS),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
@@ -87,7 +105,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
     errors.install(app)
-    for module in (health, models, videos, actions, sync, events, content, projects, api_keys):
+    for module in (health, models, videos, actions, sync, events, content, queue, workers, projects, api_keys):
         app.include_router(module.router)
     return app
 

@@ -47,8 +47,8 @@ _EXPOSED = (
     "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-request-id, x-should-retry, x-video-id"
 )
 _ALLOWED_HEADERS = (
-    "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Last-Event-ID, Prefer, Range, "
-    "X-Request-Id"
+    "Authorization, Cancel-After, Content-Type, Idempotency-Key, If-None-Match, If-Range, Last-Event-ID, Prefer, "
+    "Range, X-Request-Id"
 )
 _ALLOWED_METHODS = "GET, HEAD, POST, PATCH, DELETE, OPTIONS"
 _HEADER_LIST = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}", re.ASCII)

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from rushes_api.auth import ApiKeys, Caller
 from rushes_api.boundary import ANSWER_HEADERS
 from rushes_api.errors import ApiError, InsufficientScope
+from rushes_api.eta import Forecast
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
 from rushes_api.pauses import Pauses
@@ -38,6 +39,7 @@ class State(TypedDict):
     lookup: Lookup
     pulse: Pulse
     pauses: Pauses
+    forecast: Forecast
     store: ObjectStore
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""

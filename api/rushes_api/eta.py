@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import Any, Self
 
-from pydantic import BaseModel
 from rushes_core import backlog, replicas
 from rushes_core.log import get_logger
 from rushes_core.measured import measured
@@ -23,6 +23,8 @@ from rushes_core.states import JobState, Phase
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from rushes_api.video import Eta
 
 log = get_logger(__name__)
 
@@ -35,16 +37,6 @@ _ON_RANKS = (None, Phase.ENCODING, Phase.DENOISING, Phase.DECODING)
 
 Shape = tuple[int, int, int]
 """Width, height and frames."""
-
-
-class Eta(BaseModel):
-    """Times by which four of five such jobs have started and ended, in Unix seconds; never in the past."""
-
-    starts_at: int | None
-    """Null once it has started."""
-    completes_at: int | None
-    """Null while no clip of this size and length has been measured."""
-    confidence: Literal["p80"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class Leased:
     started_at: datetime | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outlook:
     """What forecasts are made from, as it was at one time."""
 
@@ -110,23 +102,21 @@ class Outlook:
         """How long after `at` a job starts that has so many queued ones before it; None: nobody knows."""
         if not self.shapes or not self.num_replicas:
             return None
-        work = sum(self._seconds_left(each) for each in self.leased) + num_ahead * self._mean_seconds
-        num_busy = sum(1 for each in self.leased if self._seconds_left(each))
-        if num_busy + num_ahead < self.num_replicas:
+        if self._num_busy + num_ahead < self.num_replicas:
             return _START_SECONDS
-        return _START_SECONDS + work / self.num_replicas
+        return _START_SECONDS + (self._seconds_held + num_ahead * self._mean_seconds) / self.num_replicas
 
     def now(self) -> datetime:
         """By the database's clock."""
         return datetime.now(UTC) + self.clock_ahead
 
     def _start(self, job: Job, num_ahead: int | None, now: datetime) -> datetime | None:
-        if job.hold is not None or not self.paused.isdisjoint((job.project, backlog.EVERYBODY)):
-            return None
         if job.state is JobState.CLAIMED:
             # its replica holds it for when the running one leaves the ranks
             running = [self._seconds_left(each) for each in self.leased if each.is_running]
             return self.at + timedelta(seconds=sum(running) / max(1, len(running)))
+        if job.hold is not None or not self.paused.isdisjoint((job.project, backlog.EVERYBODY)):
+            return None
         if job.run_at > now and num_ahead is None:
             num_ahead = 0
         wait = None if num_ahead is None else self.wait_seconds(num_ahead)
@@ -142,7 +132,17 @@ class Outlook:
         # one that takes longer than most is likely to take a little longer still
         return max(seconds - spent, 0.1 * seconds)
 
-    @property
+    @cached_property
+    def _seconds_held(self) -> float:
+        """Of the ranks' time, for everything that replicas hold."""
+        return sum(self._seconds_left(each) for each in self.leased)
+
+    @cached_property
+    def _num_busy(self) -> int:
+        """Jobs that ranks are taken by, or will be."""
+        return sum(1 for each in self.leased if self._seconds_left(each))
+
+    @cached_property
     def _mean_seconds(self) -> float:
         """What the ranks take for a clip of those that were rendered lately."""
         num_jobs = sum(times.num_jobs for times in self.shapes.values())
@@ -178,6 +178,11 @@ class Forecast:
     def outlook(self) -> Outlook | None:
         """None: the database has not told anything lately."""
         return self._outlook if time.monotonic() - self._read_at < STALE_SECONDS else None
+
+    def eta(self, job: Job, num_ahead: int | None) -> Eta | None:
+        """When `job` starts and ends, as `Outlook.eta` tells; None without an outlook."""
+        outlook = self.outlook
+        return None if outlook is None else outlook.eta(job, num_ahead)
 
     async def run(self) -> None:
         """Read again and again, until this task is cancelled."""

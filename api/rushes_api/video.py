@@ -19,6 +19,8 @@ from rushes_api.stored import OutputVariant, content_url, variants_of
 CONTENT_TYPE = "video/mp4"
 MIN_POLL_MS = 1_000
 MAX_POLL_MS = 10_000
+POLLS_UNTIL_ETA = 20
+"""How often a client asks between now and the end of its job, as far as the bounds allow."""
 
 PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
 
@@ -52,10 +54,12 @@ class Queue(BaseModel):
 
 
 class Eta(BaseModel):
-    """When a job is expected to start and to be completed, in Unix seconds."""
+    """Times by which four of five such jobs have started and completed, in Unix seconds; never in the past."""
 
     starts_at: int | None
+    """Null once it has started."""
     completes_at: int | None
+    """Null while no clip of this size and length has been measured."""
     confidence: Literal["p80"]
 
 
@@ -201,12 +205,21 @@ def video_of(
     )
 
 
-def poll_after_ms(job: Job, num_ahead: int | None) -> int | None:
-    """When it is worth asking again, in whole milliseconds; None when nothing will change."""
+def poll_after_ms(job: Job, num_ahead: int | None, eta: Eta | None) -> int | None:
+    """When it is worth asking again, in whole milliseconds; None when nothing will change.
+
+    A small part of the time that is left: OpenAI's SDK keeps to the first value that it hears.
+    """
     if job.state.is_final:
         return None
-    held_ms = int((job.run_at - datetime.now(UTC)).total_seconds() * 1_000) if is_held(job) else 0
-    return min(MAX_POLL_MS, max(held_ms, MIN_POLL_MS * (1 + (num_ahead or 0))))
+    ends_at = None if eta is None else eta.completes_at or eta.starts_at
+    if ends_at is not None:
+        wait_ms = int((ends_at - datetime.now(UTC).timestamp()) * 1_000 / POLLS_UNTIL_ETA)
+    elif is_held(job):
+        wait_ms = int((job.run_at - datetime.now(UTC)).total_seconds() * 1_000)
+    else:
+        wait_ms = MIN_POLL_MS * (1 + (num_ahead or 0))
+    return min(MAX_POLL_MS, max(wait_ms, MIN_POLL_MS))
 
 
 def is_held(job: Job) -> bool:

@@ -10,9 +10,10 @@ from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, states_with_status
 
 from rushes_api.deps import AppState, CurrentCaller, query
+from rushes_api.eta import Forecast
 from rushes_api.page import one_of
 from rushes_api.pauses import Pauses
-from rushes_api.video import Eta, Video, video_of
+from rushes_api.video import Video, video_of
 
 VIEW_PARAMETERS = ("compat",)
 """Query parameters that change how a job is shown."""
@@ -26,16 +27,17 @@ class View:
     model: ServedModel
     retention_days: int
     pauses: Pauses
+    forecast: Forecast
     only_openais_words: bool
 
-    def video(self, job: Job, *, num_ahead: int | None = None, eta: Eta | None = None) -> Video:
+    def video(self, job: Job, *, num_ahead: int | None = None) -> Video:
         """`job` as it is shown; `num_ahead` where somebody counted the jobs before it."""
         return video_of(
             job,
             self.model,
             retention_days=self.retention_days,
             num_ahead=num_ahead,
-            eta=eta,
+            eta=self.forecast.eta(job, num_ahead),
             is_paused=self.pauses.has(job.project),
             only_openais_words=self.only_openais_words,
         )
@@ -52,7 +54,7 @@ async def _view(request: Request, caller: CurrentCaller, state: AppState) -> Vie
     sent = request.query_params.get("compat")
     compat = caller.compat if sent is None else one_of("compat", sent, (OPENAI,))
     await state["pauses"].refresh()
-    return View(state["model"], state["settings"].retention_days, state["pauses"], compat == OPENAI)
+    return View(state["model"], state["settings"].retention_days, state["pauses"], state["forecast"], compat == OPENAI)
 
 
 ViewQuery = Annotated[Mapping[str, str], Depends(query(*VIEW_PARAMETERS))]

@@ -1,0 +1,158 @@
+"""The replicas that render. For keys with the scope `admin`."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel
+from rushes_core import replicas
+from rushes_core.fields import printable
+from rushes_core.models import Replica
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from rushes_api.admin import unix
+from rushes_api.admission import NO_BODY
+from rushes_api.auth import Caller
+from rushes_api.deps import AdminCaller, AppState, NoQuery, Session, State, query
+from rushes_api.errors import ApiError
+from rushes_api.once import Call, take_effect
+from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+
+router = APIRouter(prefix="/v1/workers", tags=["workers"])
+
+_ONE_DAY = 86_400.0
+
+
+class Device(BaseModel):
+    """What one rank runs on."""
+
+    name: str
+    memory_used_bytes: int
+    """When its weights were loaded."""
+    memory_total_bytes: int
+    """Of the GPU, or of the process and the machine where there is none."""
+
+
+class Worker(Listed):
+    """One replica: a supervisor and its ranks. Times are Unix seconds."""
+
+    object: Literal["worker"]
+    name: str
+    """The same after a restart; `id` is not."""
+    status: str
+    """`starting`, `ready`, `busy`, `drained`, `stopping`, or `silent` when its heartbeat is overdue."""
+    model: str
+    version: str | None
+    """Of Rushes; null until it first had ranks."""
+    pool: str
+    layout: str
+    devices: list[Device]
+    job_id: str | None
+    """On its ranks now."""
+    started_at: int
+    last_seen_at: int
+    drain_requested_at: int | None
+    rank_groups: int
+    """That it has started: 1 unless one ended."""
+    failures_in_a_row: int
+    """Rank groups that ended without a completed job between them."""
+    crashed_jobs: list[str]
+    """Of the last half hour. With `RUSHES_DRAIN_AFTER_CRASHES` of them it drains itself."""
+
+
+class WorkerList(Page[Worker]):
+    """One page by id, from the first unless `order=desc` was asked for."""
+
+
+@router.get("")
+async def list_workers(
+    caller: AdminCaller,
+    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS))],
+    session: Session,
+    state: AppState,
+) -> WorkerList:
+    """Every replica that has not stopped and was heard of within a day."""
+    wanted = wanted_page(parameters, key_of=_replica_id, what="a worker", descending=False)
+    rows = (await session.execute(wanted.rows(replicas.up(seen_within_seconds=_ONE_DAY), Replica.id))).scalars().all()
+    overdue_at = await _overdue_at(session, state)
+    return WorkerList.of(rows, lambda row: _worker(row, overdue_at), limit=wanted.limit)
+
+
+@router.post("/{worker_id}/drain", response_model=Worker, dependencies=[NO_BODY])
+async def drain_worker(
+    worker_id: str, request: Request, caller: AdminCaller, parameters: NoQuery, state: AppState
+) -> Response:
+    """Have a replica finish the job on its ranks, give back what it has not started, and take no more."""
+    return await _change(worker_id, "drain", replicas.request_drain, request=request, caller=caller, state=state)
+
+
+@router.post("/{worker_id}/resume", response_model=Worker, dependencies=[NO_BODY])
+async def resume_worker(
+    worker_id: str, request: Request, caller: AdminCaller, parameters: NoQuery, state: AppState
+) -> Response:
+    """Have a replica take jobs again, also one that drained itself."""
+    return await _change(worker_id, "resume", replicas.cancel_drain, request=request, caller=caller, state=state)
+
+
+async def _change(
+    worker_id: str, name: str, statement: Any, *, request: Request, caller: Caller, state: State
+) -> Response:
+    replica_id = _replica_id(worker_id)
+
+    async def change(session: AsyncSession) -> Worker:
+        found: Replica | None = None
+        if replica_id is not None:
+            update: ReturningUpdate[Replica] = statement(replica_id)
+            found = (await session.execute(update)).scalar_one_or_none()
+        if found is None:
+            raise ApiError(f"no worker {printable(worker_id)}", code="worker_not_found", status=HTTPStatus.NOT_FOUND)
+        return _worker(found, await _overdue_at(session, state))
+
+    call = Call(caller, f"POST /v1/workers/{worker_id}/{name}", None, "", is_harmless=True)
+    return await take_effect(call, change, request=request, sessions=state["sessions"])
+
+
+async def _overdue_at(session: AsyncSession, state: State) -> datetime:
+    now: datetime = (await session.execute(select(func.now()))).scalar_one()
+    return now.astimezone(UTC) - timedelta(seconds=state["settings"].lease_seconds)
+
+
+def _worker(replica: Replica, overdue_at: datetime) -> Worker:
+    detail = replica.detail
+    return Worker(
+        id=replica.id.replace("#", "~"),
+        object="worker",
+        name=replica.id.partition("#")[0],
+        status=replica.state if replica.last_seen > overdue_at else "silent",
+        model=replica.model,
+        version=detail.get("version"),
+        pool=replica.pool,
+        layout=replica.layout,
+        devices=[
+            Device(
+                name=str(device["device"]),
+                memory_used_bytes=device["memory_used_bytes"],
+                memory_total_bytes=device["memory_total_bytes"],
+            )
+            for device in detail.get("devices", [])
+        ],
+        job_id=replica.job_id,
+        started_at=int(replica.started_at.timestamp()),
+        last_seen_at=int(replica.last_seen.timestamp()),
+        drain_requested_at=unix(replica.drain_requested_at),
+        rank_groups=replica.epoch,
+        failures_in_a_row=int(detail.get("failures", 0)),
+        crashed_jobs=[str(job_id) for job_id in detail.get("crashed_jobs", [])],
+    )
+
+
+def _replica_id(worker_id: str) -> str | None:
+    """A replica's id from one that a path can carry; None for what is no such id."""
+    name, tilde, process = worker_id.rpartition("~")
+    return (
+        f"{name}#{process}" if tilde and name and process and worker_id.isascii() and worker_id.isprintable() else None
+    )
