@@ -271,7 +271,8 @@ class _Picture:
                 values = rows[::_ROW_STEP, : plane.width].astype(np.float64).ravel()
                 sums[0] += values.size
                 sums[1] += int(values.sum())
-                sums[2] += int(values @ values)
+                # no BLAS: its threads and the decoder's would wait for each other
+                sums[2] += int(np.einsum("i,i->", values, values))
             self.num_frames += 1
 
     def variance(self) -> float:
@@ -306,7 +307,7 @@ class _Sound:
                 _require(frame.pts == 0, f"the first sound must be heard at 0, got {frame.pts} x {frame.time_base} s")
             samples = frame.to_ndarray().astype(np.float64).ravel()
             self.num_samples += frame.samples
-            self._power += float(samples @ samples)
+            self._power += float(np.einsum("i,i->", samples, samples))
 
     def rms(self) -> float:
         """Root mean square over both channels; 0 without any sound."""
