@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import cache
 from urllib.parse import urlsplit
 
 from anyio import CapacityLimiter
@@ -21,6 +22,7 @@ from rushes_api.deps import State
 from rushes_api.eta import forecasting
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
+from rushes_api.openapi import describe, operation_id
 from rushes_api.pauses import Pauses
 from rushes_api.pulse import beating
 from rushes_api.readiness import Readiness
@@ -98,7 +100,14 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         await engine.dispose()
         log.info("api_stopped")
 
-    app = FastAPI(title="Rushes", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Rushes",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=operation_id,
+    )
     app.add_middleware(
         Boundary,
         cors_origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
@@ -107,6 +116,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     errors.install(app)
     for module in (health, models, videos, actions, sync, events, content, queue, workers, projects, api_keys):
         app.include_router(module.router)
+    app.openapi = cache(lambda: describe(app))
     return app
 
 

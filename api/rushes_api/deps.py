@@ -159,6 +159,12 @@ WellFormedId = Annotated[str, Depends(_well_formed)]
 """The id in the path, which may or may not be one of a job."""
 
 
+QUERY_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {}
+"""The parameters that each dependency made by `query` takes, for the description of the API."""
+SCOPES_NEEDED: dict[Callable[..., Any], str] = {_caller: "videos", _admin: keys.ADMIN, _any_caller: ""}
+"""The scope that each dependency asks for; `videos` is `videos:read` or `videos:write`."""
+
+
 def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
     """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones."""
 
@@ -173,6 +179,7 @@ def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, s
             values[name] = value
         return values
 
+    QUERY_NAMES[parameters] = names
     return parameters
 
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 from sqlalchemy import Date, Integer, Select, Update, and_, func, literal_column, or_, select, update
 from sqlalchemy import cast as sql_cast
@@ -197,12 +198,20 @@ class Nothing(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def _without_default(schema: JsonDict) -> None:
+    # what stands for an absent field is no value that could be sent
+    schema.pop("default", None)
+
+
+_ABSENT = Field(json_schema_extra=_without_default)
+
+
 class KeyChanges(_Limits):
     """The body of `PATCH /v1/api_keys/{id}`: what is absent stays, a limit that is null is taken away."""
 
-    name: KeyName = ""
-    scopes: Scopes = []
-    priorities: Priorities = []
+    name: Annotated[KeyName, _ABSENT] = ""
+    scopes: Annotated[Scopes, _ABSENT] = []
+    priorities: Annotated[Priorities, _ABSENT] = []
 
 
 def parse(kind: type[Wanted], body: Mapping[str, Any]) -> Wanted:

@@ -1,8 +1,8 @@
 """The served model and what may be asked of it."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES
 from rushes_core.clip import ADMISSIBLE_FRAMES, AUDIO_SAMPLE_RATE, FPS, MAX_SECONDS, MIN_SECONDS
@@ -24,11 +24,10 @@ from rushes_core.prompt import MAX_PROMPT_CHARACTERS
 from rushes_core.request import DEFAULT_SECONDS, TASKS, ModelNotFound
 
 from rushes_api.content import VARIANTS
-from rushes_api.deps import AppState, CurrentProject, State, query
+from rushes_api.deps import AppState, CurrentProject, NoQuery, State
 from rushes_api.video import CONTENT_TYPE, canvas_members
 
 router = APIRouter(prefix="/v1", tags=["models"])
-NoQuery = Annotated[Any, Depends(query())]
 
 
 class Model(BaseModel):
