@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
@@ -17,7 +17,9 @@ from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, update
 from starlette.testclient import TestClient
-from support.api import AUTHORIZED, JobDriver
+from support.api import AUTHORIZED, JobDriver, ThreadedApi
+from support.faults.proxy import Request as S3Request
+from support.faults.proxy import S3Fault, S3Proxy
 
 CLIP = random.Random(7).randbytes(700_001)
 ETAG = f'"{hashlib.sha256(CLIP).hexdigest()}"'
@@ -145,6 +147,33 @@ class TestPreconditions:
         assert response.status_code == 412
         assert response.json()["error"]["param"] == "If-Match"
         assert response.json()["error"]["code"] == "precondition_failed"
+
+
+class TestOtherOrigins:
+    def test_a_page_may_read_every_header_that_playing_needs(self, api_settings: Settings, content: str) -> None:
+        settings = api_settings.model_copy(update={"cors_origins": "https://app.example"})
+        needed = {"Accept-Ranges", "Content-Range", "Content-Length", "Content-Disposition", "ETag", "Retry-After"}
+        origin = {"Origin": "https://app.example"}
+        with TestClient(create_app(settings), headers=AUTHORIZED) as client:
+            answers = [
+                client.get(content, headers=origin | {"Range": "bytes=0-1"}),
+                client.get(content, headers=origin | {"Range": f"bytes={len(CLIP)}-"}),
+                client.get(f"{content}?variant=audio", headers=origin),
+                client.head(content, headers=origin),
+            ]
+            assert [answer.status_code for answer in answers] == [206, 416, 404, 200]
+            for answer in answers:
+                assert answer.headers["access-control-allow-origin"] == "https://app.example"
+                exposed = answer.headers["access-control-expose-headers"]
+                assert needed <= {name.strip() for name in exposed.split(",")}
+            asked = origin | {
+                "Access-Control-Request-Method": "GET",
+                "Access-Control-Request-Headers": "authorization, range, if-range",
+            }
+            preflight = client.options(content, headers=asked)
+            assert preflight.status_code in (200, 204)
+            allowed = preflight.headers["access-control-allow-headers"].lower()
+            assert all(name in allowed for name in ("authorization", "range", "if-range"))
 
 
 class TestNoClip:
@@ -427,6 +456,34 @@ class TestRedirect:
         response = redirecting.head(content)
         assert (response.status_code, response.headers["content-length"]) == (200, str(len(CLIP)))
         assert response.headers["etag"] == ETAG
+
+    def test_the_store_is_sent_one_kind_of_credentials(self, api_settings: Settings, content: str) -> None:
+        """AWS refuses a signed URL with an Authorization header beside it, so clients must drop that on the way."""
+        store = urlsplit(api_settings.s3_endpoint_url)
+        assert store.hostname is not None
+        assert store.port is not None
+
+        def refuse_two(request: S3Request) -> S3Fault:
+            both = "authorization" in request.headers and "X-Amz-Signature=" in request.target
+            return S3Fault.REFUSE if both else S3Fault.PASS
+
+        with S3Proxy(store.hostname, store.port) as proxy:
+            proxy.rule = refuse_two
+            redirect = {"s3_endpoint_url": proxy.url, "content_delivery": "redirect"}
+            settings = Settings(**(api_settings.model_dump() | redirect))
+            with (
+                ThreadedApi(settings) as api,
+                httpx.Client(base_url=api.url, headers=AUTHORIZED, follow_redirects=True) as http,
+            ):
+                assert http.get(content).content == CLIP
+                # what curl --location-trusted does: for such clients there is ?redirect=false
+                leads_to = http.get(content, follow_redirects=False).headers["location"]
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(leads_to, headers=AUTHORIZED)
+                assert httpx.get(http.get(f"{content}?redirect=false").json()["url"]).content == CLIP
+            with ThreadedApi(api_settings.model_copy(update={"s3_endpoint_url": proxy.url})) as api:
+                # a deployment that streams leads nobody anywhere
+                assert httpx.get(f"{api.url}{content}", headers=AUTHORIZED).content == CLIP
 
     def test_a_page_may_ask_for_the_address(self, redirecting: TestClient, content: str) -> None:
         response = redirecting.get(f"{content}?redirect=false")

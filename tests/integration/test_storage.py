@@ -1,14 +1,19 @@
 """The object store: written once, verified, read by range, reachable under the public name."""
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from botocore.exceptions import BotoCoreError
+from rushes_core import storage
 from rushes_core.errors import StorageError
 from rushes_core.settings import Settings
-from rushes_core.storage import ObjectStore, content_disposition, file_sha256, result_key
-from support.stack import SharedStack, settings_of
+from rushes_core.storage import Destination, ObjectStore, content_disposition, file_sha256, result_key
+from support.faults.proxy import Request, S3Fault, S3Proxy
+from support.proxy import FreezableProxy
+from support.stack import SharedStack, s3_client, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +89,108 @@ def test_presigned_url_is_signed_for_the_public_endpoint_with_version_4(stack: S
     assert parse_qs(parts.query)["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
 
 
+def test_a_url_for_the_public_host_opens_what_was_stored_through_the_internal_one(
+    stack: SharedStack, clip: Path
+) -> None:
+    settings = settings_of(stack.env(), s3_public_endpoint_url="https://media.example.test")
+    store = ObjectStore(settings)
+    _put(store, "k", clip)
+    url = httpx.URL(store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60))
+    # what a reverse proxy of the store receives: the signature covers the name that the client used
+    internal = httpx.URL(settings.s3_endpoint_url)
+    arrived = url.copy_with(scheme="http", host=internal.host, port=internal.port)
+    assert httpx.get(arrived, headers={"Host": "media.example.test"}).content == clip.read_bytes()
+    assert httpx.get(arrived, headers={"Host": "other.example.test"}).status_code == 403
+
+
+def test_no_access_control_list_is_ever_sent(stack: SharedStack, clip: Path) -> None:
+    env = stack.env()
+    internal = urlsplit(env["RUSHES_S3_ENDPOINT_URL"])
+    assert internal.hostname is not None
+    assert internal.port is not None
+
+    def refuse_lists(request: Request) -> S3Fault:
+        lists = any(name.startswith(("x-amz-acl", "x-amz-grant-")) for name in request.headers)
+        return S3Fault.REFUSE if lists else S3Fault.PASS
+
+    with S3Proxy(internal.hostname, internal.port) as proxy:
+        proxy.rule = refuse_lists
+        env |= {"RUSHES_S3_ENDPOINT_URL": proxy.url}
+        _put(ObjectStore(settings_of(env)), "k", clip)
+        assert proxy.strikes == 0
+        with pytest.raises(BotoCoreError):
+            s3_client(env).put_object(Bucket=env["RUSHES_S3_BUCKET"], Key="l", Body=b"", ACL="public-read")
+
+
 def test_presigned_url_names_the_region_when_there_is_no_endpoint(stack: SharedStack) -> None:
     store = ObjectStore(settings_of(stack.env(), s3_endpoint_url="", s3_region="eu-north-1", s3_bucket="clips"))
-    host = urlsplit(store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)).hostname
-    assert host == "clips.s3.eu-north-1.amazonaws.com"
+    url = urlsplit(store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60))
+    assert url.hostname == "clips.s3.eu-north-1.amazonaws.com"
+    query = parse_qs(url.query)
+    assert query["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
+    assert "/eu-north-1/s3/" in query["X-Amz-Credential"][0]
 
 
 @pytest.mark.parametrize("bucket", ["clips", "clips.eu-1"])
-def test_a_custom_endpoint_is_addressed_by_path(stack: SharedStack, bucket: str) -> None:
+def test_a_custom_endpoint_is_addressed_by_path(stack: SharedStack, bucket: str, clip: Path) -> None:
     env = stack.env()
+    s3_client(env).create_bucket(Bucket=bucket)
     store = ObjectStore(settings_of(env, s3_bucket=bucket))
-    parts = urlsplit(store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60))
-    assert parts.path == f"/{bucket}/k"
+    _put(store, "k", clip)
+    url = store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
+    assert urlsplit(url).path == f"/{bucket}/k"
+    assert httpx.get(url).content == clip.read_bytes()
 
 
-@pytest.mark.parametrize("name", ['x"; evil="1', "a\r\nSet-Cookie: b", "雪.mp4", "", "😀"])
+def test_another_bucket_of_the_store_is_one_of_its_own(stack: SharedStack, clip: Path) -> None:
+    env = stack.env()
+    s3_client(env).create_bucket(Bucket="second")
+    store = ObjectStore(settings_of(env, s3_output_buckets=f" second ,{env['RUSHES_S3_BUCKET']},"))
+    assert [one.bucket for one in store.buckets] == [store.bucket, "second"]
+    second = store.in_bucket("second")
+    _put(second, "k", clip)
+    assert second.head("k") is not None
+    assert store.head("k") is None
+    assert "/second/k?" in second.presigned_url("k", filename="a", content_type="video/mp4", seconds=60)
+    assert second.delete_prefix("k") == 1
+    assert store.in_bucket(None) is store
+
+
+def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
+    stack: SharedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
+    env = stack.env()
+    internal = urlsplit(env["RUSHES_S3_ENDPOINT_URL"])
+    assert internal.hostname is not None
+    assert internal.port is not None
+    big = tmp_path / "big"
+    # more than the sockets on the way hold
+    big.write_bytes(bytes(32_000_000))
+    with FreezableProxy(internal.hostname, internal.port) as proxy:
+        store = ObjectStore(settings_of(env, s3_endpoint_url=f"http://127.0.0.1:{proxy.port}"))
+        _put(store, "k", big)
+        pieces = store.read("k", 0, 31_999_999)
+        next(pieces)
+        proxy.freeze()
+        with pytest.raises(StorageError, match="k: "):
+            list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("request_", "prefix"),
+    [
+        ({}, "results/p/j/"),
+        ({"output": None}, "results/p/j/"),
+        ({"output": {"key_prefix": "a/b"}}, "results/p/a/b/j/"),
+        ({"output": {"key_prefix": "/a//b/"}}, "results/p/a/b/j/"),
+    ],
+)
+def test_where_objects_lie_follows_from_the_request(request_: dict[str, Any], prefix: str) -> None:
+    assert Destination.of(request_).prefix("p", "j") == prefix
+
+
+@pytest.mark.parametrize("name", ['x"; evil="1', "a\r\nSet-Cookie: b", "雪.mp4", "", "😀", "../..", "\u202etxt.exe"])
 def test_content_disposition_is_one_safe_line(name: str) -> None:
     value = content_disposition(name)
     assert value.isascii()
