@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from rushes_core import keys
 from rushes_core.events import Glimpse, Step
 from rushes_core.fields import shown
 from rushes_core.models import Job
@@ -80,19 +81,21 @@ async def follow_video(
         with state["watcher"].seat(caller.api_key) as seat:
             seat.follow(Glimpse.of(job))
             yield f"retry: {RECONNECT_MS}\n\n" + told.news(Glimpse.of(job), story)
-            ends_at = time.monotonic() + MAX_STREAM_SECONDS
+            checked_at = time.monotonic()
+            ends_at = checked_at + MAX_STREAM_SECONDS
             while not told.is_over and time.monotonic() < ends_at:
                 try:
                     update = await seat.next(gone, timeout_seconds=BEAT_SECONDS)
                 except Closing:
                     return
-                if update is not None:
-                    if text := told.news(update.glimpse, update.story):
-                        yield text
-                elif await _may_go_on(request, state):
+                if update is None or time.monotonic() - checked_at >= BEAT_SECONDS:
+                    if not await _may_go_on(request, state):
+                        return
+                    checked_at = time.monotonic()
+                if update is None:
                     yield BEAT
-                else:
-                    return
+                elif text := told.news(update.glimpse, update.story):
+                    yield text
 
     return EventStream(chunks)
 
@@ -100,12 +103,12 @@ async def follow_video(
 async def _may_go_on(request: Request, state: State) -> bool:
     """Whether the key that the stream was opened with still opens one."""
     try:
-        await state["keys"].caller(request.headers.getlist("authorization"))
+        caller = await state["keys"].caller(request.headers.getlist("authorization"))
     except Unauthorized:
         return False
     except (Unavailable, SQLAlchemyError, OSError):
         return True
-    return True
+    return keys.READ in caller.scopes
 
 
 class _Told:
