@@ -8,18 +8,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 from pydantic import SecretStr
 from redis import Redis
 from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_core.storage import RESULTS, ObjectStore
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from sqlalchemy import make_url
 from support.forwarder import Forwarder
+from support.media import box_order
 from support.processes import children, is_alive
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
+from support.worker import NUM_FRAMES, SCRIPTED, Jobs, Worker, eventually, keys_of, write_contract
 
 StartWorker = Callable[..., Worker]
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -231,6 +234,31 @@ class TestStop:
 
 
 class TestKill:
+    def test_whatever_lies_in_the_bucket_after_a_kill_while_a_clip_is_finished_is_whole(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker, tmp_path: Path
+    ) -> None:
+        worker = start_worker()
+        job_id = jobs.add(width=480, height=480)
+        eventually(lambda: jobs.get(job_id).phase == "muxing" or jobs.get(job_id).state == JobState.COMPLETED)
+        (supervisor,) = worker.supervisors
+        os.kill(supervisor, signal.SIGKILL)
+        eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
+        job = jobs.get(job_id)
+        store = ObjectStore(settings)
+        items = [item for page in store.list_pages(RESULTS) for item in page]
+        assert keys_of(job) <= {item.key for item in items}
+        for item in items:
+            path = tmp_path / item.key.replace("/", "-")
+            path.write_bytes(b"".join(store.read(item.key, 0, item.num_bytes - 1)))
+            with av.open(str(path)) as container:
+                kind = container.streams[0].type
+                num_frames = sum(1 for _ in container.decode(container.streams[0]))
+            assert num_frames > 0
+            if path.suffix == ".mp4":
+                assert (kind, num_frames) == ("video", NUM_FRAMES)
+                boxes = box_order(path.read_bytes())
+                assert boxes.index("moov") < boxes.index("mdat")
+
     def test_nothing_survives_a_killed_supervisor_and_its_job_runs_again(
         self, settings: Settings, jobs: Jobs, start_worker: StartWorker
     ) -> None:
