@@ -3,10 +3,11 @@
 import argparse
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from rushes_core.clip import Clip
+from rushes_core.contract import InferenceContract
 from rushes_core.errors import InvalidOutput, RushesError
 from rushes_kernels.plain import OPERATIONS, compute_plainly
+from rushes_kernels.video_sparse_attention import num_selected_tiles, tile_map
 from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
@@ -51,6 +54,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     pipeline.add_argument("--warm-up", type=int, default=1, help="clips before them (default 1)")
     pipeline.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
     pipeline.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+    pipeline.add_argument("--keep", type=Path, metavar="FILE", help="keep the last clip")
+    pipeline.add_argument("--parts", action="store_true", help="time one denoise step and one unit, not whole clips")
     pipeline.add_argument("--plain", nargs="*", default=[], metavar="OPERATION", help="compute these in plain PyTorch")
     pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
     pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
@@ -132,8 +137,9 @@ class ProfilingReporter(TimedReporter):
         self._windows = {
             "encoding 0": "text encoder and refiner",
             "denoising 2": "one denoise step",
-            f"unit {last_unit - 2}": "one video unit",
-            f"unit {last_unit}": "sound",
+            "decoding 0": "sound and first video unit",
+            # the unit after the next one is decoded while this one is handed over
+            f"unit {last_unit - 3}": "one video unit",
         }
         self._open: tuple[str, torch.profiler.profile] | None = None
 
@@ -188,15 +194,19 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
     print(f"loaded in {time.perf_counter() - started:.1f} s, {resident / 2**30:.1f} GiB resident", flush=True)
     check_kernels(Parts(pipeline, cases[0].request(arguments.seed), cases[0].tokens))
     compute_plainly(arguments.plain)
+    if arguments.parts:
+        for case in cases:
+            _time_parts(checkpoint, pipeline, case, weights, arguments.seed)
+        return
     for case in cases:
         torch.cuda.reset_peak_memory_stats()
         runs = []
         for i in range(-arguments.warm_up, arguments.repeat):
-            stages = _render(pipeline, case, folder, media, arguments.seed)
+            stages = _render(pipeline, case, folder, media, arguments.seed, arguments.keep)
             print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
             runs += [stages] if i >= 0 else []
         middle = Stages(**{name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
-        work = transformer_flop(checkpoint.transformer_config, case)
+        work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case)
         figures: dict[str, Any] = {
             "case": case.title,
             "weights": weights,
@@ -221,19 +231,54 @@ def _open(arguments: argparse.Namespace, folder: Path) -> Checkpoint:
 
 
 @contextmanager
-def _clip(case: Case, folder: Path, media: MediaProcess) -> Iterator[None]:
+def _clip(case: Case, folder: Path, media: MediaProcess, keep: Path | None = None) -> Iterator[None]:
     path = folder / "clip.mp4"
     media.start_clip(ClipSpec(path, case.width, case.height, Clip.for_seconds(case.seconds).num_frames))
     yield
     media.finish(MEDIA_SECONDS)
+    if keep is not None:
+        shutil.copy(path, keep)
     path.unlink()
 
 
-def _render(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int) -> Stages:
+def _time_parts(checkpoint: Checkpoint, pipeline: FastH3Pipeline, case: Case, weights: str, seed: int) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    parts = Parts(pipeline, case.request(seed), case.tokens)
+    step, unit = _seconds(parts.step), _seconds(parts.unit)
+    contract, clip = checkpoint.contract, Clip.for_seconds(case.seconds)
+    work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case) / contract.num_forwards
+    figures = {
+        "case": case.title,
+        "weights": weights,
+        "step": round(step, 4),
+        "unit": round(unit, 4),
+        "steps_and_units": round(contract.num_forwards * step + clip.num_units * unit, 3),
+        "step_tflops": round(work / step / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(figures), flush=True)
+
+
+def _seconds(part: Callable[[], object]) -> float:
+    """Of the second call."""
+    part()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    part()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _render(
+    pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int, keep: Path | None
+) -> Stages:
     reporter = TimedReporter(media, folder)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    with _clip(case, folder, media):
+    with _clip(case, folder, media, keep):
         pipeline.render(case.request(seed), reporter)
         reporter.mark("end 0")
         torch.cuda.synchronize()
@@ -278,25 +323,14 @@ def _ablation(parts: Parts) -> None:
     """Seconds of a denoise step and of a decoded unit, from PyTorch alone to all kernels; attention is the same."""
     for i in range(len(OPERATIONS) + 1):
         compute_plainly(OPERATIONS[i:])
-        seconds = []
-        for part in (parts.step, parts.unit):
-            part()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            part()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
+        step, unit = _seconds(parts.step), _seconds(parts.unit)
         added = f"+ {OPERATIONS[i - 1]}" if i else "PyTorch"
-        print(f"ablation: {added:20}  step {seconds[0]:.3f}  unit {seconds[1]:.3f}", flush=True)
+        print(f"ablation: {added:20}  step {step:.3f}  unit {unit:.3f}", flush=True)
     compute_plainly(())
 
 
-def transformer_flop(config: TransformerConfig, case: Case) -> float:
+def transformer_flop(config: TransformerConfig, contract: InferenceContract, case: Case) -> float:
     """Of all denoise steps: linear layers and the valid pairs of sparse attention, two per multiply-accumulate."""
-    from rushes_kernels.video_sparse_attention import num_selected_tiles, tile_map
-    from rushes_worker.checkpoint.released import CONTRACT
-
     clip = Clip.for_seconds(case.seconds)
     grid = (clip.num_latent_frames, case.height // 32, case.width // 32)
     prefix = case.tokens + 2 * clip.num_audio_latents
@@ -305,10 +339,10 @@ def transformer_flop(config: TransformerConfig, case: Case) -> float:
     rows = prefix + video
     C, inner, ffn = config.hidden_size, config.inner_dim, config.ffn_dim
     linear = 2 * rows * (5 * C * inner + 3 * C * ffn)
-    selected = num_selected_tiles(CONTRACT.vsa_sparsity, tiles.num_video_tiles)
+    selected = num_selected_tiles(contract.vsa_sparsity, tiles.num_video_tiles)
     pairs = prefix * rows + video * (prefix + selected * video / tiles.num_video_tiles)
     attention = 4 * config.attention_head_dim * config.num_attention_heads * pairs
-    return CONTRACT.num_forwards * config.num_layers * (linear + attention)
+    return contract.num_forwards * config.num_layers * (linear + attention)
 
 
 def _profile(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int) -> None:

@@ -5,6 +5,8 @@
 """
 
 import ctypes
+import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,18 +19,54 @@ from rushes_kernels.nvrtc import Module, pointer
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 # as in the sources
-THREADS = 256
-_WIDEST = 8 * 256 * 4
+THREADS, HEAD_THREADS = 256, 128
+_WIDEST_GROUPS = 8 * 256
 _BLOCKS_PER_MULTIPROCESSOR = 32
 _SWIGLU_ROWS_PER_THREAD = 4
 
 _SOURCES = Path(__file__).parent
 _WORDS = _SOURCES / "words.cuh"
+_TUNED = _SOURCES / "tuned.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RowConfig:
+    """How `norm_rows` is compiled and launched."""
+
+    warps: int
+    """Of a block, which takes one row at a time."""
+    min_threads: int
+    """Threads that a multiprocessor must be able to hold: bounds the registers."""
+    blocks: int
+    """For each multiprocessor."""
+
+
+def row_config(columns: int, dtype: torch.dtype, device: torch.device) -> RowConfig:
+    """The configuration that `kernels/benchmarks/tune.py` found for this architecture and shape, else a rule."""
+    major, minor = torch.cuda.get_device_capability(device)
+    found = _tuned().get(f"{major}.{minor}", {}).get(tuned_key(columns, dtype))
+    if found is not None:
+        return RowConfig(**found)
+    warps = -(-columns // (_group(dtype) * 256))
+    return RowConfig(warps, 32 * warps, 16)
+
+
+def tuned_key(columns: int, dtype: torch.dtype) -> str:
+    return f"norm_rows {columns} {str(dtype).removeprefix('torch.')}"
+
+
+@cache
+def _tuned() -> dict[str, dict[str, dict[str, int]]]:
+    return json.loads(_TUNED.read_text())
 
 
 def takes_rows(x_SC: Tensor) -> bool:
     """Whether `norm_rows` was written for rows of this dtype and width."""
-    return x_SC.dtype in TYPES and x_SC.shape[-1] % _group(x_SC.dtype) == 0 and x_SC.shape[-1] <= _WIDEST
+    return (
+        x_SC.dtype in TYPES
+        and x_SC.shape[-1] % _group(x_SC.dtype) == 0
+        and x_SC.shape[-1] <= _WIDEST_GROUPS * _group(x_SC.dtype)
+    )
 
 
 def takes_heads(x_BNHD: Tensor, num_angles: int) -> bool:
@@ -54,6 +92,7 @@ def norm_rows(
     tags_S: Tensor | None,
     centred: bool,
     dtype: torch.dtype,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """`norm.norm_rows_`; rows and vectors start at multiples of 16 bytes."""
     C = x_SC.shape[-1]
@@ -69,19 +108,21 @@ def norm_rows(
     num_rows = x_SC.numel() // C
     if not num_rows:
         return y_SC
-    module = _norm_module(C, x_SC.dtype, x_SC.dtype if rows is None else rows.dtype, weight_C.dtype, dtype, x_SC.device)
+    chosen = config or _row_config(C, x_SC.dtype, x_SC.device)
+    update_dtype = x_SC.dtype if rows is None else rows.dtype
+    module = _norm_module(chosen, C, x_SC.dtype, update_dtype, weight_C.dtype, dtype, x_SC.device)
     module.launch(
         "norm_rows",
         [
             *(pointer(x) for x in (x_SC, rows, gate_MC, weight_C, scale_MC, shift_MC, tags_S, y_SC)),
-            ctypes.c_longlong(num_rows),
+            ctypes.c_int(num_rows),
             ctypes.c_longlong(0 if gate_MC is None else gate_MC.stride(0)),
             ctypes.c_longlong(next((x.stride(0) for x in (scale_MC, shift_MC) if x is not None), 0)),
             ctypes.c_float(eps),
             ctypes.c_int(centred),
         ],
-        blocks=min(num_rows, _multiprocessors(x_SC.device) * _BLOCKS_PER_MULTIPROCESSOR),
-        threads=32 * -(-C // _group(x_SC.dtype) // 256),
+        blocks=min(num_rows, _multiprocessors(x_SC.device) * chosen.blocks),
+        threads=32 * chosen.warps,
     )
     return y_SC
 
@@ -109,7 +150,7 @@ def norm_rotate_heads(x_BNHD: Tensor, num_heads: int, cos_NR: Tensor, sin_NR: Te
             ctypes.c_float(eps),
         ],
         blocks=min(B * N, _multiprocessors(x_BNHD.device) * _BLOCKS_PER_MULTIPROCESSOR),
-        threads=THREADS,
+        threads=HEAD_THREADS,
     )
 
 
@@ -135,8 +176,12 @@ def _group(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float32 else 8
 
 
+_row_config = cache(row_config)
+
+
 @cache
 def _norm_module(
+    config: RowConfig,
     columns: int,
     residual: torch.dtype,
     update: torch.dtype,
@@ -145,7 +190,12 @@ def _norm_module(
     device: torch.device,
 ) -> Module:
     types = zip("XUVY", (residual, update, vectors, result), strict=True)
-    macros = [f"COLUMNS={columns}", *(f"{name}={TYPES[dtype]}" for name, dtype in types)]
+    macros = [
+        f"COLUMNS={columns}",
+        f"WARPS={config.warps}",
+        f"MIN_THREADS={config.min_threads}",
+        *(f"{name}={TYPES[dtype]}" for name, dtype in types),
+    ]
     return Module(_SOURCES / "row_passes.cu", device, macros=macros, prelude=_WORDS)
 
 

@@ -21,9 +21,8 @@ THREADS, WARPS = 256, 8
 WORD_BYTES = 16
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COLUMNS = (1024, 2048, 4096)
-
-_HEADS_PER_BLOCK = 8
-"""Heads that a block of `pack_heads` takes one after the other, so that it reads the angles of its rows from near."""
+HEADS = 4
+"""That a block of `pack_heads` takes: they share the angles of a row."""
 
 _SOURCES = Path(__file__).parent
 
@@ -92,15 +91,18 @@ def pack_heads(
     packed = [q_SHD.new_empty(H, n, B, D) for _ in sources]
     means = [q_SHD.new_empty(H, n, D, dtype=torch.float32) for _ in sources]
     per_word = WORD_BYTES // q_SHD.element_size()
-    _passes(q_SHD.dtype, q_SHD.device).launch(
+    row_stride, head_stride = (stride // per_word for stride in sources[0].stride()[:2])
+    _head_passes(q_SHD.dtype, D // per_word, norm.cos_SR.shape[-1] // per_word, q_SHD.device).launch(
         "pack_heads",
         [
             *(pointer(x) for x in (*sources, *packed, *means, *weights, norm.cos_SR, norm.sin_SR, rows_nB, sizes_n)),
-            *(ctypes.c_int(x) for x in (H, _HEADS_PER_BLOCK, B, D // per_word, norm.cos_SR.shape[-1] // per_word)),
-            *_strides(sources[0]),
+            ctypes.c_int(H),
+            ctypes.c_int(B),
+            ctypes.c_longlong(row_stride),
+            ctypes.c_int(head_stride),
             ctypes.c_float(norm.eps),
         ],
-        blocks=(n, -(-H // _HEADS_PER_BLOCK), len(sources)),
+        blocks=(n, -(-H // HEADS), len(sources)),
         threads=THREADS,
     )
     return tuple(zip(packed, means, strict=True))
@@ -207,6 +209,12 @@ def _check_map(rows_nB: Tensor, sizes_n: Tensor) -> None:
 @cache
 def _passes(dtype: torch.dtype, device: torch.device) -> Module:
     return Module(_SOURCES / "tile_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], prelude=_SOURCES / "words.cuh")
+
+
+@cache
+def _head_passes(dtype: torch.dtype, lanes: int, rotary: int, device: torch.device) -> Module:
+    macros = [f"TYPE={TYPES[dtype]}", f"LANES={lanes}", f"ROTARY={rotary}", f"HEADS={HEADS}"]
+    return Module(_SOURCES / "tile_passes.cu", device, macros=macros, prelude=_SOURCES / "words.cuh")
 
 
 @cache
