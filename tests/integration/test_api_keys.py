@@ -13,6 +13,7 @@ from rushes_api import auth, limits
 from rushes_api.app import create_app
 from rushes_api.auth import ApiKeys
 from rushes_api.errors import Unauthorized, Unavailable
+from rushes_api.routers import events
 from rushes_core import keys
 from rushes_core.models import ApiKey, IdempotencyKey
 from rushes_core.settings import Settings
@@ -20,7 +21,8 @@ from sqlalchemy import func, make_url, select, update
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 from structlog.testing import capture_logs
-from support.api import ApiProcess, JobDriver
+from support.api import ApiProcess, JobDriver, ThreadedApi
+from support.event_stream import events_of
 from support.keys import bearer, create_key, create_project
 from support.proxy import FreezableProxy
 from support.waiting import wait_until
@@ -326,6 +328,8 @@ class TestScopes:
             return None
         if path.startswith(("/v1/projects", "/v1/api_keys", "/v1/workers")):
             return "admin"
+        if path.startswith("/v1/webhook"):
+            return "webhooks"
         return "videos:read" if method == "GET" else "videos:write"
 
     def test_every_route_needs_its_scope_and_says_which(self, client: TestClient) -> None:
@@ -355,6 +359,25 @@ class TestScopes:
             assert code_of(response, 401) == "invalid_api_key", (method, path)
             assert response.headers["www-authenticate"].startswith("Bearer")
             assert response.headers["x-request-id"]
+
+
+def test_a_stream_of_events_ends_with_its_key(
+    client: TestClient, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "BEAT_SECONDS", 0.1)
+    revoked, narrowed = create_key(client), create_key(client)
+    with ThreadedApi(api_settings) as api:
+        for key, end in (
+            (revoked, lambda: client.post(f"/v1/api_keys/{revoked['id']}/revoke")),
+            (narrowed, lambda: client.patch(f"/v1/api_keys/{narrowed['id']}", json={"scopes": ["videos:write"]})),
+        ):
+            with httpx.Client(base_url=api.url, headers=bearer(key), timeout=30, trust_env=False) as http:
+                video_id = http.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+                with events_of(http, video_id) as stream:
+                    stream.next("status")
+                    stream.next_comment()
+                    assert end().status_code == 200
+                    assert list(stream) == []
 
 
 class TestRequestsPerMinute:
