@@ -77,6 +77,8 @@ class Outlook:
     shapes: Mapping[Shape, ShapeTimes]
     num_replicas: int
     """That take jobs."""
+    gpus_per_replica: float | None
+    """Of those that take jobs, on average."""
     leased: Sequence[Leased]
     paused: frozenset[str]
     """Projects, or `*`."""
@@ -208,7 +210,7 @@ class Forecast:
         live = replicas.live_replicas(seen_within_seconds=self._seen_within_seconds).where(
             Replica.model == self._model, Replica.state.in_(("ready", "busy")), Replica.drain_requested_at.is_(None)
         )
-        num_replicas = len((await session.execute(live)).scalars().all())
+        sizes = [_num_gpus(replica.layout) for replica in (await session.execute(live)).scalars()]
         leased = select(Job.state, Job.phase, Job.width, Job.height, Job.num_frames, Job.started_at)
         held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
         pauses = (await session.execute(backlog.queue_pauses())).scalars()
@@ -216,7 +218,8 @@ class Forecast:
             at=now,
             clock_ahead=clock_ahead,
             shapes={(row.width, row.height, row.num_frames): ShapeTimes.of(row) for row in shapes},
-            num_replicas=num_replicas,
+            num_replicas=len(sizes),
+            gpus_per_replica=sum(sizes) / len(sizes) if sizes else None,
             leased=[_leased(row) for row in held],
             paused=frozenset(pause.project for pause in pauses),
         )
@@ -224,6 +227,11 @@ class Forecast:
 
 def _leased(row: Any) -> Leased:
     return Leased(row.state is JobState.RUNNING, row.phase, (row.width, row.height, row.num_frames), row.started_at)
+
+
+def _num_gpus(layout: str) -> int:
+    # rRsS: R replicas of S each
+    return int(layout.rpartition("s")[2])
 
 
 @asynccontextmanager

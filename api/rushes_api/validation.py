@@ -5,19 +5,23 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 from rushes_core.clip import FPS
+from rushes_core.models import Job
 from rushes_core.request import ResolvedRequest
 from rushes_core.served_model import ServedModel
+from rushes_core.states import JobState
 
+from rushes_api.eta import Outlook
 from rushes_api.video import PRIORITY_NAMES, unix_or_none
 
 
 class Estimate(BaseModel):
-    """What the job would take, if it were accepted now. Null where nothing was measured yet."""
+    """What the job would take, as four of five do, if it were accepted now. Null where nobody knows."""
 
     run_seconds: float | None
     starts_at: int | None
     completes_at: int | None
     gpu_seconds: float | None
+    """What would count against the key's `daily_gpu_seconds`."""
 
 
 class VideoValidation(BaseModel):
@@ -45,7 +49,37 @@ class VideoValidation(BaseModel):
     estimate: Estimate
 
 
-def validation_of(resolved: ResolvedRequest, model: ServedModel, *, now: datetime) -> VideoValidation:
+def draft_of(resolved: ResolvedRequest, model: ServedModel, *, project: str, now: datetime) -> Job:
+    """The job that `resolved` would be, as far as it decides when it would run."""
+    return Job(
+        id="~",
+        project=project,
+        model=model.name,
+        state=JobState.QUEUED,
+        priority=resolved.priority,
+        width=resolved.canvas.width,
+        height=resolved.canvas.height,
+        num_frames=resolved.clip.num_frames,
+        run_at=resolved.not_before or now,
+    )
+
+
+def estimate_of(draft: Job, outlook: Outlook | None, num_ahead: int | None) -> Estimate:
+    """What is foreseen of `draft`, before which so many jobs wait."""
+    times = None if outlook is None else outlook.shapes.get((draft.width, draft.height, draft.num_frames))
+    eta = None if outlook is None else outlook.eta(draft, num_ahead)
+    gpus = None if outlook is None else outlook.gpus_per_replica
+    return Estimate(
+        run_seconds=None if times is None else round(times.run_seconds, 3),
+        starts_at=None if eta is None else eta.starts_at,
+        completes_at=None if eta is None else eta.completes_at,
+        gpu_seconds=None if times is None or gpus is None else round(times.run_seconds * gpus, 3),
+    )
+
+
+def validation_of(
+    resolved: ResolvedRequest, model: ServedModel, *, estimate: Estimate, now: datetime
+) -> VideoValidation:
     retention = resolved.retention_seconds
     return VideoValidation(
         object="video.validation",
@@ -66,5 +100,5 @@ def validation_of(resolved: ResolvedRequest, model: ServedModel, *, now: datetim
         deadline=unix_or_none(resolved.deadline),
         expires_at=None if retention is None else int((now + timedelta(seconds=retention)).timestamp()),
         output=resolved.output,
-        estimate=Estimate(run_seconds=None, starts_at=None, completes_at=None, gpu_seconds=None),
+        estimate=estimate,
     )

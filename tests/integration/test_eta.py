@@ -77,6 +77,10 @@ def test_times_are_foreseen_once_a_clip_was_measured(
         queue = client.get("/v1/queue").json()
         assert began < queue["empty_at"] <= last["completes_at"]
 
+        estimate = client.post("/v1/videos/validate", json={"prompt": SLOW, "size": "480x480"}).json()["estimate"]
+        assert last["starts_at"] <= estimate["starts_at"] < estimate["completes_at"] < began + 120
+        assert estimate["gpu_seconds"] == estimate["run_seconds"] > 3
+
         # nothing is foreseen of what nobody measured, of what is paused, and of what is over
         assert (eta_of(posted(client, seconds=8)) or {"completes_at": None})["completes_at"] is None
         client.post("/v1/queue/pause").raise_for_status()

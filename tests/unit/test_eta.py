@@ -19,6 +19,7 @@ def outlook(**changes: Any) -> Outlook:
         "clock_ahead": timedelta(),
         "shapes": TIMES,
         "num_replicas": 2,
+        "gpus_per_replica": 1.0,
         "leased": [],
         "paused": frozenset(),
     }

@@ -31,7 +31,7 @@ from rushes_api.deps import (
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.quota import check_priority
-from rushes_api.validation import VideoValidation, validation_of
+from rushes_api.validation import VideoValidation, draft_of, estimate_of, validation_of
 from rushes_api.video import Video, is_held, poll_after_ms
 from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
@@ -84,12 +84,16 @@ async def accepted(
 
 @router.post("/validate", openapi_extra=_VALIDATE)
 async def validate_video(
-    caller: CurrentCaller, parameters: NoQuery, sent: SentVideo, view: CurrentView
+    caller: CurrentCaller, parameters: NoQuery, sent: SentVideo, state: AppState, view: CurrentView
 ) -> VideoValidation:
     """What `POST /v1/videos` would make of this body. Nothing is stored."""
     resolved = sent.checked()
     check_priority(resolved.priority, caller=caller)
-    return validation_of(resolved, view.model, now=datetime.now(UTC))
+    now, outlook = datetime.now(UTC), state["forecast"].outlook
+    draft = draft_of(resolved, view.model, project=caller.project, now=now)
+    is_due = outlook is not None and resolved.not_before is None
+    num_ahead = await state["lookup"].num_ahead(draft) if is_due else None
+    return validation_of(resolved, view.model, estimate=estimate_of(draft, outlook, num_ahead), now=now)
 
 
 @router.get("", response_model=VideoList)
