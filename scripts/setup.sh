@@ -20,7 +20,7 @@ fingerprint() {
     "$VENV/bin/python" -c '
 import hashlib, os, sys
 print(sys.version, os.getcwd())
-for name in ("requirements/cpu.lock", "pyproject.toml", "scripts/setup.sh"):
+for name in ("requirements/cpu.lock", "requirements/openai2.lock", "pyproject.toml", "scripts/setup.sh"):
     print(hashlib.sha256(open(name, "rb").read()).hexdigest(), name)'
 }
 
@@ -86,6 +86,9 @@ fi
 say "installing the other packages of requirements/cpu.lock (about a minute)"
 pip_install --require-hashes -r "$work/rest.lock"
 pip_install --no-build-isolation -e .
+# apart from the newer line: programs that need it have this directory in PYTHONPATH
+rm -rf "$VENV/openai2"
+pip_install --require-hashes --target "$VENV/openai2" -r requirements/openai2.lock
 "$VENV/bin/python" -m pip check >"$work/check" || { cat "$work/check" >&2; fail "the installed packages do not fit"; }
 
 fingerprint >"$work/stamp"

@@ -33,8 +33,9 @@ def test_kernels_never_resolves_to_this_repository(monkeypatch: pytest.MonkeyPat
     assert spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ROOT)
 
 
-def test_every_locked_package_has_a_hash() -> None:
-    blocks = (ROOT / "requirements" / "cpu.lock").read_text().split("\n")
+@pytest.mark.parametrize("lock", ["cpu.lock", "openai2.lock"])
+def test_every_locked_package_has_a_hash(lock: str) -> None:
+    blocks = (ROOT / "requirements" / lock).read_text().split("\n")
     names = [line for line in blocks if line and not line.startswith((" ", "#"))]
     hashed = [line for line, following in pairwise(blocks) if "--hash=sha256:" in following]
     assert names

@@ -1,0 +1,99 @@
+"""A session with OpenAI's SDK as a user would write it, told call by call: one line of JSON each.
+
+    python sdk_session.py BASE_URL KEYS
+
+Runs with whatever `openai` is found, of the line 2.x or 3.x, and imports nothing else. KEYS is a JSON object: `admin`,
+`reader` (may not write), `full` (its queue has no place), `many` (of a project with many jobs) and `wrong`.
+"""
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import openai
+from openai import OpenAI
+
+# the SDK marks its own videos resource so
+warnings.filterwarnings("ignore", "The Sora API", DeprecationWarning)
+
+
+def told(call: str, ask: Callable[[], Any], show: Callable[[Any], Any]) -> Any:
+    """Do `ask`, print what came of it, and return it; None where it was an error."""
+    try:
+        answer = ask()
+    except openai.APIStatusError as error:
+        print(json.dumps({"call": call, "error": type(error).__name__, **_members(error)}), flush=True)
+        return None
+    print(json.dumps({"call": call, "answer": show(answer)}), flush=True)
+    return answer
+
+
+def _members(error: openai.APIStatusError) -> dict[str, Any]:
+    return {
+        "status": error.status_code,
+        "message": error.message,
+        "code": error.code,
+        "param": error.param,
+        "type": error.type,
+        "request_id": bool(error.request_id),
+        "retries": error.response.request.headers["x-stainless-retry-count"],
+    }
+
+
+def video(one: Any) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in ("object", "status", "progress", "seconds", "size", "error")}
+
+
+def main(base_url: str, keys: dict[str, str]) -> None:
+    print(json.dumps({"openai": openai.__version__}), flush=True)
+    clients = {name: OpenAI(base_url=base_url, api_key=key, timeout=120) for name, key in keys.items()}
+    client = clients["admin"]
+    prompt = "Waves roll against a lighthouse at dusk while a gull calls"
+    wanted: dict[str, Any] = {"prompt": prompt, "seconds": "4", "size": "480x480"}
+
+    later = told(
+        "videos.create",
+        lambda: client.videos.create(
+            **wanted, extra_body={"metadata": {"take": "1"}, "not_before": time.time() + 86_400}
+        ),
+        video,
+    )
+    told("videos.retrieve", lambda: client.videos.retrieve(later.id), video)
+    told("videos.download_content (409)", lambda: client.videos.download_content(later.id), repr)
+    told("videos.delete", lambda: client.videos.delete(later.id), lambda one: [one.object, one.deleted])
+    told("videos.retrieve (410)", lambda: client.videos.retrieve(later.id), video)
+
+    made = told("videos.create_and_poll", lambda: client.videos.create_and_poll(**wanted), video)
+    clip = told("videos.download_content", lambda: client.videos.download_content(made.id).read(), len)
+    assert clip[4:8] == b"ftyp"
+    remix = told(
+        "videos.remix",
+        lambda: client.videos.remix(made.id, prompt="A dog", extra_headers={"Idempotency-Key": made.id}),
+        lambda one: [one.prompt, one.seconds, one.size, one.remixed_from_video_id == made.id],
+    )
+    told(
+        "videos.remix (422)",
+        lambda: client.videos.remix(made.id, prompt="A cat", extra_headers={"Idempotency-Key": made.id}),
+        video,
+    )
+    told("videos.delete (remix)", lambda: client.videos.delete(remix.id), lambda one: [one.object, one.deleted])
+    told("videos.list", lambda: client.videos.list(limit=1), lambda page: [one.id == made.id for one in page.data])
+    listed = told("videos.list (every page)", lambda: [one.id for one in clients["many"].videos.list(limit=100)], len)
+    assert listed == sorted(set(listed), reverse=True)
+
+    told("videos.create (400)", lambda: client.videos.create(prompt="x", extra_body={"secnds": 4}), video)
+    told("videos.create (401)", lambda: clients["wrong"].videos.create(prompt="x"), video)
+    told("videos.create (403)", lambda: clients["reader"].videos.create(prompt="x"), video)
+    told("videos.retrieve (404)", lambda: client.videos.retrieve("video_00000000000000000000000000"), video)
+    told("videos.create (404)", lambda: client.videos.create(prompt="x", model="sora-2"), video)
+    full = clients["full"].with_options(max_retries=0)
+    told("videos.create (429)", lambda: full.videos.create(prompt="x"), video)
+    told("models.list", lambda: client.models.list(), lambda page: [one.object for one in page.data])
+    told("files.list (404)", lambda: client.files.list(), repr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
