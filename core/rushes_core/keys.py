@@ -20,7 +20,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.fields import PRIORITIES, Moment, is_storable, shown
+from rushes_core.fields import PRIORITIES, Moment, shown
 from rushes_core.ids import new_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage, Job, Project
 from rushes_core.request import refusal
@@ -99,11 +99,11 @@ def _project(value: object) -> str:
 
 
 def _name(value: object) -> str:
-    if isinstance(value, str) and len(value.strip()) > 0 and len(value) <= MAX_NAME and is_storable(value):
+    if isinstance(value, str) and value.strip() and len(value) <= MAX_NAME and value.isprintable():
         return value
     raise PydanticCustomError(
         "invalid_value",
-        "must be 1 to {limit} characters of text, not blank, got {value}",
+        "must be 1 to {limit} printable characters, not blank, got {value}",
         {"limit": MAX_NAME, "value": shown(value)},
     )
 

@@ -131,9 +131,10 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("values", "param", "part"),
         [
-            ({"name": " "}, "name", "1 to 100 characters"),
-            ({"name": "x" * 101}, "name", "1 to 100 characters"),
-            ({"name": "a\0"}, "name", "1 to 100 characters"),
+            ({"name": " "}, "name", "1 to 100 printable characters"),
+            ({"name": "x" * 101}, "name", "1 to 100 printable characters"),
+            ({"name": "a\0"}, "name", "1 to 100 printable characters"),
+            ({"name": "a\x1b[2J"}, "name", "1 to 100 printable characters"),
             ({"scopes": []}, "scopes", "one or more of videos:read, videos:write, batches, webhooks, admin, got []"),
             ({"scopes": ["videos"]}, "scopes", "got ['videos']"),
             ({"scopes": "admin"}, "scopes", "got 'admin'"),
