@@ -137,9 +137,10 @@ class Publication:
         beside = [_Upload(self._store, self._folder, product, self._given_up) for product in made.by_products]
         try:
             self._upload(made.facts)
-        except StorageError:
+        except Exception:
             for upload in beside:
                 upload.leave_out()
+            remove_attempt(self._store, self._key)
             raise
         for upload in beside:
             upload.hurry()
@@ -219,30 +220,32 @@ class _Upload:
         }
 
     def _run(self) -> None:
-        delay = _FIRST_RETRY_SECONDS
-        while not self._is_unwanted:
-            try:
-                product = self.product
-                content_type = product.variant.content_type
-                self._store.put_file(self._key, product.path, content_type=content_type, sha256=product.sha256)
-            except StorageError as error:
-                log.warning("upload_failed", key=self._key, error=str(error))
-                if self._hurry.is_set():
-                    self._left_out.wait(_FIRST_RETRY_SECONDS)
-                else:
-                    self._hurry.wait(delay)
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
-                continue
-            except OSError as error:
-                # its owner went on without it and removed the file
-                log.warning("upload_failed", key=self._key, error=str(error))
-                return
-            break
+        is_stored = self._put()
         with self._lock:
-            self._stored = not self._is_unwanted
+            self._stored = is_stored and not self._is_unwanted
         if not self._stored:
             with suppress(StorageError):
                 self._store.delete_keys([self._key])
+
+    def _put(self) -> bool:
+        product, delay = self.product, _FIRST_RETRY_SECONDS
+        while not self._is_unwanted:
+            try:
+                content_type = product.variant.content_type
+                self._store.put_file(self._key, product.path, content_type=content_type, sha256=product.sha256)
+                return True
+            except StorageError as error:
+                log.warning("upload_failed", key=self._key, error=str(error))
+            except OSError as error:
+                # its owner went on without it and removed the file
+                log.warning("upload_failed", key=self._key, error=str(error))
+                break
+            if self._hurry.is_set():
+                self._left_out.wait(_FIRST_RETRY_SECONDS)
+            else:
+                self._hurry.wait(delay)
+            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+        return False
 
     @property
     def _is_unwanted(self) -> bool:
