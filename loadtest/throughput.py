@@ -1,140 +1,181 @@
-"""Jobs a second through the statements of a worker: claim, start, complete, each committed.
+"""Jobs a second from claim to completion: what Postgres and a worker's own code take when a clip takes no time.
 
-    python loadtest/throughput.py --connections 4 --seconds 20
+    python loadtest/throughput.py --processes 2 4 --seconds 20
 
-Every client is a process with one connection. The servers, the clients and this run on the same cores.
+Every client is a process. Servers, clients and this run on the same cores. Clients, from the least of a worker to
+the most: `driver`, the statements on one connection; `ledger`, the class that runs them; `claimer`, a replica without
+ranks: one thread claims ahead while another starts and completes, and a heartbeat keeps the leases.
 """
 
 import argparse
+import multiprocessing.connection
 import time
+from collections.abc import Callable
+from dataclasses import fields
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import bench
-from psycopg.rows import dict_row
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
+from rushes_core.jobs import ClaimedJob
+from rushes_core.models import Job
+from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
-from sqlalchemy import Connection, text
-from sqlalchemy.orm import Session
+from rushes_worker.claimer import Claimer
+from rushes_worker.connections import Connections
+from rushes_worker.heartbeat import Heartbeat
+from rushes_worker.ledger import Ledger
+from rushes_worker.stopping import Stopping
+from rushes_worker.wake import Wake
+from sqlalchemy import bindparam, text
+from sqlalchemy.orm import load_only
 
 RESULT: dict[str, Any] = {
     "bucket": "rushes",
     "key": "results/default/video/1-1/video.mp4",
     "bytes": 1_000_000,
     "sha256": "0" * 64,
+    "content_type": "video/mp4",
     "num_frames": 107,
+    "width": 832,
+    "height": 480,
+    "fps": 24,
     "duration_seconds": 4.458,
     "has_audio": True,
+    "audio_sample_rate": 32_000,
+}
+TIMINGS = {"encoding": 0.5, "denoising": 3.0, "decoding": 1.0, "muxing": 0.2, "uploading": 0.3, "total": 5.0}
+
+
+def through_driver(settings: Settings, owner: str, until: float) -> int:
+    """Claim, start and complete on one connection until the monotonic time `until`; how many jobs."""
+    job_id, fence = bindparam("job_id"), bindparam("fence")
+    claim = Prepared(
+        jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=60, only=[one.name for one in fields(ClaimedJob)])
+    )
+    state = load_only(Job.state)
+    start = Prepared(jobs.start(job_id, fence=fence, lease_seconds=60).options(state))
+    complete = Prepared(jobs.complete(job_id, fence=fence, result=RESULT, timings=TIMINGS).options(state))
+    connections = Connections(settings)
+    count = 0
+    with connections.lend() as connection:
+        while time.monotonic() < until:
+            row = claim.execute(connection).fetchone()
+            if row is None:
+                break
+            held = {"job_id": row["id"], "fence": row["fence"]}
+            assert start.execute(connection, **held).fetchone() is not None
+            assert complete.execute(connection, **held).fetchone() is not None
+            count += 1
+    connections.close()
+    return count
+
+
+def through_ledger(settings: Settings, owner: str, until: float) -> int:
+    """The same through a worker's ledger."""
+    ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)
+    count = 0
+    while time.monotonic() < until:
+        claim = ledger.claim(())
+        if claim is None:
+            break
+        assert ledger.start(claim.lease)
+        assert ledger.complete(claim.lease, result=RESULT, timings=TIMINGS)
+        count += 1
+    ledger.close()
+    return count
+
+
+def through_claimer(settings: Settings, owner: str, until: float) -> int:
+    """The same as a replica does it, but for its ranks and what they make."""
+    wake, claimer_wake, stopping = Wake(), Wake(), Stopping(60)
+    ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)
+    row = {"pool": settings.pool, "layout": "r1s1", "model": bench.MODEL, "device": "cpu", "state": "busy"}
+    heartbeat = Heartbeat(
+        settings,
+        replica_id=owner,
+        replica=row | {"epoch": 1, "job_id": None, "detail": {}},
+        on_change=wake.poke,
+        is_stopping=lambda: False,
+    )
+    claimer = Claimer(
+        settings,
+        ledger=ledger,
+        heartbeat=heartbeat,
+        stopping=stopping,
+        has_room=lambda rendering: True,
+        on_claim=wake.poke,
+        wake=claimer_wake,
+        replica_id=owner,
+    )
+    heartbeat.start()
+    claimer.start()
+    claimer.open()
+    count = 0
+    while time.monotonic() < until:
+        wake.clear()
+        claim = claimer.take()
+        if claim is None:
+            multiprocessing.connection.wait([wake.fileno()], 0.5)
+            continue
+        assert ledger.start(claim.lease)
+        assert ledger.complete(claim.lease, result=RESULT, timings=TIMINGS)
+        heartbeat.drop(claim.lease)
+        count += 1
+    claimer.close()
+    heartbeat.close()
+    ledger.close()
+    return count
+
+
+CLIENTS: dict[str, Callable[[Settings, str, float], int]] = {
+    "driver": through_driver,
+    "ledger": through_ledger,
+    "claimer": through_claimer,
 }
 
 
-class Client:
-    """Runs the statements of a worker on one connection, each as a transaction of its own.
-
-    Args:
-        bare: send the compiled statements through the driver alone, without SQLAlchemy: what the server can take.
-    """
-
-    def __init__(self, connection: Connection, owner: str, *, bare: bool) -> None:
-        self._connection = connection
-        self._driver: Any = connection.connection.driver_connection
-        self._owner = owner
-        self._bare = bare
-        timings = {"denoising": 3.0, "decoding": 1.0}
-        self._compiled = {
-            "claim": self._compile(jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=60)),
-            "start": self._compile(jobs.start("", fence=-1, lease_seconds=60)),
-            "complete": self._compile(jobs.complete("", fence=-1, result=RESULT, timings=timings)),
-        }
-
-    def claim(self) -> tuple[str, int] | None:
-        if self._bare:
-            row = self._run("claim")
-            return None if row is None else (row["id"], row["fence"])
-        job = self._one(jobs.claim(model=bench.MODEL, owner=self._owner, lease_seconds=60))
-        return None if job is None else (job.id, job.fence)
-
-    def start(self, job_id: str, fence: int) -> bool:
-        if self._bare:
-            return self._run("start", job_id, fence) is not None
-        return self._one(jobs.start(job_id, fence=fence, lease_seconds=60)) is not None
-
-    def complete(self, job_id: str, fence: int) -> bool:
-        if self._bare:
-            return self._run("complete", job_id, fence) is not None
-        timings = {"denoising": 3.0, "decoding": 1.0}
-        return self._one(jobs.complete(job_id, fence=fence, result=RESULT, timings=timings)) is not None
-
-    def _one(self, statement: Any) -> Any:
-        with Session(self._connection, expire_on_commit=False) as session:
-            return session.scalars(statement).one_or_none()
-
-    def _compile(self, statement: Any) -> tuple[str, dict[str, Any]]:
-        compiled = statement.compile(self._connection)
-        processors = compiled._bind_processors
-        return str(compiled), {
-            name: processors[name](value) if name in processors else value for name, value in compiled.params.items()
-        }
-
-    def _run(self, name: str, job_id: str = "", fence: int = 0) -> Any:
-        statement, values = self._compiled[name]
-        own = {"": job_id, -1: fence}
-        values = {
-            key: own.get(value, value) if isinstance(value, (str, int)) else value for key, value in values.items()
-        }
-        return self._driver.cursor(row_factory=dict_row).execute(statement, values).fetchone()
-
-
-def complete_jobs(settings: Settings, owner: str, until: float, bare: bool) -> tuple[int, float]:
-    """Claim, start and complete until the monotonic time `until`; how many were completed, and CPU seconds used."""
-    engine = create_sync_engine(settings, pool_size=1)
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        client = Client(connection, owner, bare=bare)
-        count, used = 0, time.process_time()
-        while time.monotonic() < until:
-            held = client.claim()
-            if held is None:
-                time.sleep(0.01)
-                continue
-            assert client.start(*held)
-            assert client.complete(*held)
-            count += 1
-        used = time.process_time() - used
-    engine.dispose()
-    return count, used
+def complete_jobs(client: str, settings: Settings, owner: str, until: float) -> tuple[int, float]:
+    """How many jobs were completed, and CPU seconds used."""
+    used = time.process_time()
+    count = CLIENTS[client](settings, owner, until)
+    return count, time.process_time() - used
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     parser.add_argument("--projects", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--jobs", type=int, default=60_000, help="queued before each case")
     arguments = parser.parse_args()
     with bench.servers() as settings:
         engine = create_sync_engine(settings)
-        for bare, connections in product((False, True), arguments.connections):
+        for client, processes in product(arguments.clients, arguments.processes):
             bench.clear(engine)
             bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)
-            with get_context("spawn").Pool(connections) as pool:
+            with get_context("spawn").Pool(processes) as pool:
                 # the processes have imported everything when the clock starts
-                pool.map(time.sleep, [0.5] * connections)
+                pool.map(time.sleep, [0.5] * processes)
                 server_cpu = bench.postgres_cpu_seconds(engine)
                 until = time.monotonic() + arguments.seconds
-                tasks = [(settings, f"load-r{number}#bench", until, bare) for number in range(connections)]
+                tasks = [(client, settings, f"load-r{number}#bench", until) for number in range(processes)]
                 done = pool.starmap(complete_jobs, tasks, chunksize=1)
             server_after = bench.postgres_cpu_seconds(engine)
             count = sum(jobs_done for jobs_done, _ in done)
+            assert count < arguments.jobs, "no jobs were left: the figure would be too low"
             with engine.connect() as connection:
-                told = connection.execute(text("SELECT count(*) FROM outbox")).scalar_one()
+                ended = "SELECT count(*) FROM outbox WHERE type = 'video.completed'"
+                told = connection.execute(text(ended)).scalar_one()
             assert told == count, f"{told} events for {count} jobs"
             bench.report(
                 "claim_start_complete",
-                client="driver" if bare else "sqlalchemy",
-                connections=connections,
+                client=client,
+                processes=processes,
                 projects=arguments.projects,
                 jobs=count,
                 jobs_per_s=count / arguments.seconds,

@@ -1,14 +1,17 @@
 """Statements on jobs. One constructor per transition: each is a compare-and-set on state and fence.
 
 Nothing here executes: the asynchronous API and the synchronous worker run the same values. A statement that returns no
-row changed nothing: somebody else moved the job first.
+row changed nothing: somebody else moved the job first. What runs for every job takes bound parameters too, so that one
+compilation serves them all.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 from sqlalchemy import (
+    BindParameter,
     Select,
     Update,
     and_,
@@ -42,6 +45,11 @@ CRASHED_ON_WAIT = timedelta(seconds=30)
 """How long a job that crashed a replica waits for another one before that one may take it again."""
 
 
+_Id = str | BindParameter[str]
+_Fence = int | BindParameter[int]
+_Json = dict[str, Any] | BindParameter[dict[str, Any]]
+
+
 def _in(seconds: float) -> ColumnElement[Any]:
     return func.now() + timedelta(seconds=seconds)
 
@@ -56,7 +64,7 @@ _IS_LATE = func.coalesce(Job.deadline_at <= func.now(), False)
 _MUST_STOP = or_(_IS_CANCELLED, _IS_LATE)
 
 
-def _held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
+def _held(job_id: _Id, fence: _Fence, target: JobState) -> ColumnElement[bool]:
     held_in = [state for state in sources(target) if state in LEASED_STATES]
     return and_(Job.id == job_id, Job.fence == fence, in_states(*held_in))
 
@@ -109,20 +117,19 @@ _CANDIDATE = """
 _LOCK = """, LATERAL (
             SELECT FROM project_shares WHERE project = share.project FOR NO KEY UPDATE SKIP LOCKED
         ) AS lock"""
-_COLUMNS = ", ".join(f"jobs.{column.name}" for column in Job.__table__.columns)
-_CLAIM = text(f"""
+_CLAIM = """
 WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
     -- projects whose share another claim is changing are passed over, unless there are no others
-    (SELECT * FROM ({_CANDIDATE.format(lock=_LOCK)}) AS free LIMIT 1)
+    (SELECT * FROM ({free}) AS free LIMIT 1)
     UNION ALL
-    (SELECT * FROM ({_CANDIDATE.format(lock="")}) AS any_project LIMIT 1)
+    (SELECT * FROM ({any_project}) AS any_project LIMIT 1)
     LIMIT 1
 ), claimed AS (
     UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
         lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
         phase = NULL, completed_steps = 0
     FROM ready WHERE jobs.id = ready.id
-    RETURNING {_COLUMNS}
+    RETURNING {columns}
 ), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
     UPDATE project_shares
     SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
@@ -135,10 +142,30 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
     ) IS NOT NULL
 )
 SELECT * FROM claimed
-""").columns(*Job.__table__.columns)
+"""
 
 
-def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[Job]:
+@dataclass(frozen=True, slots=True)
+class ClaimedJob:
+    """What the replica that claimed a job needs to know of it; each a column of `Job`."""
+
+    id: str
+    project: str
+    model: str
+    prompt: str
+    seed: int
+    width: int
+    height: int
+    num_frames: int
+    request: dict[str, Any]
+    attempt: int
+    low_memory: bool
+    fence: int
+
+
+def claim(
+    *, model: str, owner: str, lease_seconds: float, only: Collection[str] | None = None
+) -> TypedReturnsRows[Job]:
     """QUEUED -> CLAIMED for one ready job, with a new attempt, a new fence and a lease by database time.
 
     Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
@@ -149,7 +176,16 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[J
 
     Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each
     job looked for in `ix_jobs_claimable`.
+
+    Args:
+        only: names of the columns that are wanted; all without it.
     """
+    columns = [column for column in Job.__table__.columns if only is None or column.name in only]
+    statement = _CLAIM.format(
+        free=_CANDIDATE.format(lock=_LOCK),
+        any_project=_CANDIDATE.format(lock=""),
+        columns=", ".join(f"jobs.{column.name}" for column in columns),
+    )
     values = {
         "model": model,
         "owner": owner,
@@ -157,10 +193,12 @@ def claim(*, model: str, owner: str, lease_seconds: float) -> TypedReturnsRows[J
         "lease_seconds": lease_seconds,
         "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
     }
-    return cast("TypedReturnsRows[Job]", select(Job).from_statement(_CLAIM.bindparams(**values)))
+    return cast(
+        "TypedReturnsRows[Job]", select(Job).from_statement(text(statement).columns(*columns).bindparams(**values))
+    )
 
 
-def start(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[Job]:
+def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdate[Job]:
     """CLAIMED -> RUNNING: the last moment at which a cancel or a deadline can win without an attempt."""
     return (
         _update_jobs()
@@ -198,7 +236,7 @@ def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progres
     )
 
 
-def complete(job_id: str, *, fence: int, result: dict[str, Any], timings: dict[str, float]) -> ReturningUpdate[Job]:
+def complete(job_id: _Id, *, fence: _Fence, result: _Json, timings: _Json) -> ReturningUpdate[Job]:
     """RUNNING -> COMPLETED: the commit point of the whole job.
 
     A cancel or a lost lease that came first wins. A deadline that nobody has acted on yet does not.

@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from rushes_core.models import Job
+from rushes_core.jobs import ClaimedJob
 from rushes_core.states import Phase
 from rushes_worker.progress import DEFAULT_SECONDS, Progress
 from rushes_worker.stage_times import StageTimes
@@ -62,8 +64,21 @@ def test_phases_that_took_no_time_at_all_do_not_stop_it() -> None:
 
 
 class TestStageTimes:
-    JOB = Job(width=64, height=64, num_frames=107, low_memory=False)
-    OTHER = Job(width=64, height=64, num_frames=124, low_memory=False)
+    JOB = ClaimedJob(
+        id="video_1",
+        project="default",
+        model="tiny",
+        prompt="waves",
+        seed=1,
+        width=64,
+        height=64,
+        num_frames=107,
+        request={},
+        attempt=1,
+        low_memory=False,
+        fence=1,
+    )
+    OTHER = replace(JOB, num_frames=124)
 
     def test_a_shape_that_nobody_measured_has_the_usual_proportions(self) -> None:
         assert StageTimes(lambda job: None).expected(self.JOB) == DEFAULT_SECONDS
@@ -85,5 +100,5 @@ class TestStageTimes:
 
     def test_the_plan_that_needs_less_memory_does_not_count(self) -> None:
         times = StageTimes(lambda job: None)
-        times.note(Job(width=64, height=64, num_frames=107, low_memory=True), {"denoising": 99.0})
+        times.note(replace(self.JOB, low_memory=True), {"denoising": 99.0})
         assert times.expected(self.JOB) == DEFAULT_SECONDS

@@ -11,8 +11,9 @@ from rushes_core.log import get_logger
 from rushes_core.settings import Settings
 from structlog.contextvars import bind_contextvars
 
+from rushes_worker.connections import UNREACHABLE
 from rushes_worker.heartbeat import Heartbeat
-from rushes_worker.ledger import UNREACHABLE, Claim, Ledger, LedgerUnreachable
+from rushes_worker.ledger import Claim, Ledger, LedgerUnreachable
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
@@ -20,8 +21,6 @@ log = get_logger(__name__)
 
 _JITTER = 0.25
 _TICK_SECONDS = 0.5
-_FRESH_HEARTBEATS = 3
-"""Heartbeats for which what another replica said of itself is believed."""
 
 
 class Claimer:
@@ -51,7 +50,6 @@ class Claimer:
         replica_id: str,
     ) -> None:
         self._poll_seconds = settings.poll_seconds
-        self._fresh_seconds = _FRESH_HEARTBEATS * settings.heartbeat_seconds
         self._ledger = ledger
         self._heartbeat = heartbeat
         self._stopping = stopping
@@ -139,7 +137,7 @@ class Claimer:
 
     def _try_claim(self) -> None:
         try:
-            if self._busy and self._ledger.other_is_idle(seen_within_seconds=self._fresh_seconds):
+            if self._busy and self._ledger.other_is_idle():
                 return
             claim = self._ledger.claim(self._heartbeat.fences)
         except UNREACHABLE as error:

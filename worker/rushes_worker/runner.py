@@ -24,8 +24,8 @@ from enum import StrEnum
 from rushes_core.clip import Clip
 from rushes_core.contract import InferenceContract
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, StorageError
+from rushes_core.jobs import ClaimedJob
 from rushes_core.log import get_logger
-from rushes_core.models import Job
 from rushes_core.states import JobState, Phase
 from rushes_core.storage import Destination, ObjectStore, result_key
 from rushes_core.variants import AUDIO, BY_PRODUCTS, VIDEO
@@ -163,7 +163,7 @@ class Runner:
 class _Attempt:
     """Rendered by the main thread, then ended by a thread of the spool."""
 
-    def __init__(self, runner: Runner, job: Job, lease: Lease) -> None:
+    def __init__(self, runner: Runner, job: ClaimedJob, lease: Lease) -> None:
         self._runner = runner
         self._job = job
         self._lease = lease
@@ -446,7 +446,7 @@ class _Attempt:
         return min(_TICK_SECONDS, self._runner.stopping.seconds_left)
 
 
-def _by_products_of(job: Job) -> tuple[str, ...]:
+def _by_products_of(job: ClaimedJob) -> tuple[str, ...]:
     output = job.request.get("output") or {}
     wanted = BY_PRODUCTS if output.get("thumbnail", True) else (AUDIO,)
     return tuple(variant.name for variant in wanted)

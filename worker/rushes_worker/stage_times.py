@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from rushes_core.models import Job
+from rushes_core.jobs import ClaimedJob
 from rushes_core.states import Phase
 
 from rushes_worker.progress import DEFAULT_SECONDS
@@ -12,7 +12,7 @@ _NEWEST_SHARE = 0.3
 
 Shape = tuple[int, int, int]
 """Width, height and frames."""
-Known = Callable[[Job], Mapping[str, float] | None]
+Known = Callable[[ClaimedJob], Mapping[str, float] | None]
 """What the deployment has measured of clips like this job's, if anything."""
 
 
@@ -23,7 +23,7 @@ class StageTimes:
         self._known = known
         self._seconds: dict[Shape, Mapping[Phase, float]] = {}
 
-    def expected(self, job: Job) -> Mapping[Phase, float]:
+    def expected(self, job: ClaimedJob) -> Mapping[Phase, float]:
         """Seconds that each phase of `job` will take; of no meaning but their proportions until one was measured."""
         shape = _shape(job)
         if shape not in self._seconds:
@@ -33,7 +33,7 @@ class StageTimes:
             self._seconds[shape] = _phases(known)
         return self._seconds[shape]
 
-    def note(self, job: Job, timings: Mapping[str, float]) -> None:
+    def note(self, job: ClaimedJob, timings: Mapping[str, float]) -> None:
         """`job` completed, and its phases took this many seconds."""
         if job.low_memory:
             # the plan that needs less memory takes another time
@@ -44,7 +44,7 @@ class StageTimes:
         self._seconds[_shape(job)] = new
 
 
-def _shape(job: Job) -> Shape:
+def _shape(job: ClaimedJob) -> Shape:
     return job.width, job.height, job.num_frames
 
 

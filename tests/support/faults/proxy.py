@@ -38,7 +38,7 @@ class Mode(StrEnum):
     CUT_AFTER = "cut after"
     """Reset once the server has sent `num_bytes` on a connection."""
     LOSE_REPLY = "lose reply"
-    """The server gets what holds `trigger`, and its answer is lost with the connection."""
+    """The server gets what holds one of `triggers`, and its answer is lost with the connection."""
     REPLY_THEN_CUT = "reply then cut"
     """The same, with the connection reset after the answer."""
 
@@ -51,7 +51,7 @@ class Fault:
     seconds: float = 0.0
     bytes_per_second: int = 10_000
     num_bytes: int = 0
-    trigger: bytes = b"COMMIT"
+    triggers: tuple[bytes, ...] = (b"COMMIT",)
     probability: float = 1.0
     budget: int = 1_000_000
 
@@ -180,7 +180,8 @@ class TcpProxy(_Proxy):
             connection.half_close()
             return True
         if fault.mode in (Mode.LOSE_REPLY, Mode.REPLY_THEN_CUT) and up:
-            struck = fault.trigger in data and fault.budget > 0 and self._random.random() < fault.probability
+            holds = any(trigger in data for trigger in fault.triggers)
+            struck = holds and fault.budget > 0 and self._random.random() < fault.probability
             if struck:
                 fault.budget -= 1
                 self.strikes += 1

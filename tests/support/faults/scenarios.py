@@ -580,8 +580,10 @@ def postgres_black_hole(cluster: Cluster) -> None:
     cluster.meta(black_hole_seconds=time.time() - struck)
 
 
-@_row(28, "COMMIT reply lost", in_suite=True)
+@_row(28, "commit reply lost", in_suite=True)
 def commit_reply_lost(cluster: Cluster) -> None:
+    """Of transactions that end with COMMIT, and of a worker's statements, which commit by themselves: those that name a
+    replica, claims among them, and the transitions to running and completed."""
     proxy = cluster.proxy_postgres()
     url = cluster.database_url(proxy)
     cluster.start_api(database_url=url)
@@ -589,7 +591,7 @@ def commit_reply_lost(cluster: Cluster) -> None:
     for _ in range(2):
         cluster.start_worker(database_url=url)
     cluster.wait_ready()
-    proxy.set(Mode.LOSE_REPLY, probability=0.12)
+    proxy.set(Mode.LOSE_REPLY, probability=0.12, triggers=(b"COMMIT", b"#", b"running", b"completed"))
     cluster.load(16, cancels=0.15, deletes=0.1).join()
     cluster.until(
         lambda: not cluster.query("SELECT 1 FROM jobs WHERE state IN ('queued', 'claimed', 'running')"), seconds=100

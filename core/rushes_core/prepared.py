@@ -1,0 +1,49 @@
+"""Statements that are compiled once and run by the driver alone: for what is executed all the time."""
+
+from typing import Any
+
+from psycopg import Connection, Cursor
+from psycopg.rows import DictRow
+from sqlalchemy import Executable
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.sql.elements import ClauseElement
+
+_DIALECT = PGDialect_psycopg()
+
+
+class Prepared:
+    """A statement of SQLAlchemy's as the driver takes it.
+
+    What it holds of values stays; its `bindparam`s are given with every execution, by name.
+
+    Args:
+        keep: have the server keep its plan on each connection. Not for a statement that is run once.
+    """
+
+    def __init__(self, statement: Executable, *, keep: bool = True) -> None:
+        assert isinstance(statement, ClauseElement)
+        compiled = statement.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})
+        self._query = str(compiled).encode()
+        self._keep = keep
+        self._processors = {
+            name: processor
+            for name, bind in compiled.binds.items()
+            if (processor := bind.type.dialect_impl(_DIALECT).bind_processor(_DIALECT)) is not None
+        }
+        self._parameters = {name: self._processed(name, value) for name, value in compiled.params.items()}
+
+    def execute(self, connection: Connection[DictRow], **values: Any) -> Cursor[DictRow]:
+        """Run it. `values` that the statement has no parameter for are left out.
+
+        Raises:
+            psycopg.Error
+        """
+        parameters = dict(self._parameters)
+        for name, value in values.items():
+            if name in parameters:
+                parameters[name] = self._processed(name, value)
+        return connection.execute(self._query, parameters, prepare=self._keep)
+
+    def _processed(self, name: str, value: Any) -> Any:
+        processor = self._processors.get(name)
+        return value if processor is None else processor(value)
