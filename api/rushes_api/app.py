@@ -22,6 +22,7 @@ from rushes_api.deps import State
 from rushes_api.eta import forecasting
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
+from rushes_api.metrics import CountRequests, Metrics
 from rushes_api.openapi import describe, operation_id
 from rushes_api.pauses import Pauses
 from rushes_api.pulse import beating
@@ -32,6 +33,7 @@ from rushes_api.routers import (
     content,
     events,
     health,
+    metrics,
     models,
     projects,
     queue,
@@ -62,7 +64,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         configure_logging(settings.log_level, json=settings.log_json)
     keys = ApiKeys(settings)
     _check_redirects(settings)
-    configured = settings
+    configured, figures = settings, Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[State]:
@@ -93,6 +95,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 store_limiter=CapacityLimiter(STORE_THREADS),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
+                metrics=figures,
             )
         await lookup.close()
         await keys.close()
@@ -113,8 +116,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         cors_origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
+    app.add_middleware(CountRequests, metrics=figures)
     errors.install(app)
-    for module in (health, models, videos, actions, sync, events, content, queue, workers, projects, api_keys):
+    for module in (health, metrics, models, videos, actions, sync, events, content, queue, workers, projects, api_keys):
         app.include_router(module.router)
     app.openapi = cache(lambda: describe(app))
     return app

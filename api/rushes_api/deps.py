@@ -21,6 +21,7 @@ from rushes_api.errors import ApiError, InsufficientScope
 from rushes_api.eta import Forecast
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
+from rushes_api.metrics import Metrics
 from rushes_api.pauses import Pauses
 from rushes_api.pulse import Pulse
 from rushes_api.readiness import Readiness
@@ -45,6 +46,7 @@ class State(TypedDict):
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""
     readiness: Readiness
     watcher: Watcher
+    metrics: Metrics
 
 
 def _state(request: Request) -> State:

@@ -1,5 +1,7 @@
 """How long clips took lately, by shape, from the jobs that completed: what progress and forecasts are made of."""
 
+from collections.abc import Sequence
+
 from sqlalchemy import Select, TextClause, select, text
 
 from rushes_core.models import RESULT_RETAINED, MeasuredTime
@@ -51,6 +53,28 @@ WHERE (known.num_jobs, known.run_p50, known.run_p80, known.phases)
 def measure() -> TextClause:
     """Write what the last completed jobs took. A shape that none of them has keeps what was measured before."""
     return _MEASURE.bindparams(max_jobs=_MAX_JOBS, max_jobs_per_shape=_MAX_JOBS_PER_SHAPE)
+
+
+_RECENT = text(f"""
+WITH last AS (
+    SELECT width, height, num_frames, extract(epoch FROM finished_at - started_at)::float AS run,
+        CASE WHEN generation = 1 THEN extract(epoch FROM started_at - created_at)::float END AS wait
+    FROM jobs WHERE {RESULT_RETAINED} AND started_at IS NOT NULL
+    ORDER BY finished_at DESC LIMIT :max_jobs
+)
+SELECT width, height, num_frames, count(*) AS num_jobs,
+    percentile_cont(CAST(:quantiles AS float[])) WITHIN GROUP (ORDER BY run) AS run,
+    percentile_cont(CAST(:quantiles AS float[])) WITHIN GROUP (ORDER BY wait) AS wait
+FROM last GROUP BY width, height, num_frames ORDER BY width, height, num_frames
+""")
+
+
+def recent(quantiles: Sequence[float]) -> TextClause:
+    """Of the last completed jobs, by shape: `num_jobs`, and quantiles of the seconds that they ran and waited.
+
+    `wait` is null where all of them had been retried, whose times are not kept.
+    """
+    return _RECENT.bindparams(max_jobs=_MAX_JOBS, quantiles=list(quantiles))
 
 
 def measured(model: str) -> Select[MeasuredTime]:

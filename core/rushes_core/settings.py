@@ -86,6 +86,8 @@ class Settings(DatabaseSettings):
     """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
     api_max_waiting_per_key: PositiveInt = 250
     """The same for one API key in one process."""
+    metrics_open: bool = False
+    """Whether `GET /metrics` needs no key; otherwise it takes one with the scope `admin`."""
     sync_timeout_seconds: PositiveInt = 600
     """How long `POST /v1/videos/sync` waits for the clip before it answers 504."""
 

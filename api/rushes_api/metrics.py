@@ -1,0 +1,178 @@
+"""What Prometheus scrapes: requests of this process, and the queue and the replicas as the database has them."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from rushes_core import backlog, measured, replicas
+from rushes_core.fields import PRIORITIES
+from rushes_core.log import get_logger
+from rushes_core.states import JobState
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = get_logger(__name__)
+
+KEPT_SECONDS = 1.0
+"""How long what the database said is told again, however often somebody scrapes."""
+QUANTILES = (0.5, 0.8, 0.95)
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the database said at one time."""
+
+    at: float
+    """By the monotonic clock."""
+    queue: Sequence[Any]
+    replicas: Sequence[Any]
+    recent: Sequence[Any]
+    num_paused: int
+
+
+class Metrics:
+    """The figures of one process of the API."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "rushes_http_requests",
+            "Requests that this process answered",
+            ["method", "route", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "rushes_http_request_seconds",
+            "Seconds until this process began to answer",
+            ["route"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._waiting = Gauge(
+            "rushes_http_waiting", "Requests of this process that wait for jobs", registry=self._registry
+        )
+        self._database = _DatabaseFigures()
+        self._registry.register(self._database)
+
+    def note(self, method: str, route: str, status: int, seconds: float) -> None:
+        """A request is being answered."""
+        self._requests.labels(method if method in _METHODS else _OTHER, route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    async def text(
+        self, sessions: async_sessionmaker[AsyncSession], *, num_waiting: int, seen_within_seconds: float
+    ) -> bytes:
+        """Everything in the text format. While the database is away, what it would say is missing."""
+        self._waiting.set(num_waiting)
+        await self._database.refresh(sessions, seen_within_seconds=seen_within_seconds)
+        return generate_latest(self._registry)
+
+
+class CountRequests:
+    """ASGI middleware outside of everything else: every answer is counted by its route and status."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # whatever paths people make up is one route
+                route = getattr(scope.get("route"), "path", _OTHER)
+                self._metrics.note(scope["method"], route, message["status"], time.perf_counter() - began)
+            await send(message)
+
+        await self.app(scope, receive, noting)
+
+
+class _DatabaseFigures(Collector):
+    def __init__(self) -> None:
+        self._reading: _Reading | None = None
+
+    async def refresh(self, sessions: async_sessionmaker[AsyncSession], *, seen_within_seconds: float) -> None:
+        if self._reading is not None and time.monotonic() - self._reading.at < KEPT_SECONDS:
+            return
+        try:
+            async with sessions.begin() as session:
+                self._reading = await _read(session, seen_within_seconds)
+        except (DBAPIError, PoolTimeout, OSError) as error:
+            log.warning("metrics_incomplete", error=str(error).splitlines()[0])
+            self._reading = None
+
+    def collect(self) -> Iterable[Metric]:
+        reading = self._reading
+        yield GaugeMetricFamily("rushes_database_up", "Whether the database answered", value=float(reading is not None))
+        if reading is not None:
+            yield from _queue_figures(reading)
+            yield _replica_figures(reading)
+            yield from _time_figures(reading)
+
+
+async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
+    queue = (await session.execute(backlog.overview())).all()
+    up = (await session.execute(replicas.up(seen_within_seconds=seen_within_seconds))).scalars().all()
+    recent = (await session.execute(measured.recent(QUANTILES))).all()
+    pauses = (await session.execute(backlog.queue_pauses())).scalars().all()
+    return _Reading(time.monotonic(), queue, up, recent, len(pauses))
+
+
+def _queue_figures(reading: _Reading) -> Iterable[Metric]:
+    depth = GaugeMetricFamily("rushes_queue_depth", "Queued jobs, those that are held too", labels=["priority"])
+    held = GaugeMetricFamily("rushes_queue_held", "Queued jobs over their key's max_running", labels=["priority"])
+    early = GaugeMetricFamily("rushes_queue_early", "Queued jobs whose time has not come", labels=["priority"])
+    oldest = GaugeMetricFamily(
+        "rushes_queue_oldest_seconds", "Since when the first queued job might have been claimed", labels=["priority"]
+    )
+    running = GaugeMetricFamily("rushes_jobs_in_progress", "Jobs that replicas hold", labels=["priority"])
+    for name, value in PRIORITIES.items():
+        rows = [row for row in reading.queue if row.priority == value]
+        queued = [row for row in rows if row.state == JobState.QUEUED]
+        depth.add_metric([name], sum(row.num_jobs for row in queued))
+        held.add_metric([name], sum(row.num_jobs for row in queued if row.hold is not None))
+        early.add_metric([name], sum(row.num_early for row in queued))
+        oldest.add_metric([name], max((row.waiting_seconds or 0.0 for row in queued), default=0.0))
+        running.add_metric([name], sum(row.num_jobs for row in rows if row.state != JobState.QUEUED))
+    yield from (depth, held, early, oldest, running)
+    yield GaugeMetricFamily(
+        "rushes_queues_paused", "Projects that are paused; all of them count as one", value=reading.num_paused
+    )
+
+
+def _replica_figures(reading: _Reading) -> Metric:
+    family = GaugeMetricFamily("rushes_replicas", "Replicas that were heard of lately", labels=["model", "status"])
+    counts: dict[tuple[str, str], int] = {}
+    for replica in reading.replicas:
+        counts[replica.model, replica.state] = counts.get((replica.model, replica.state), 0) + 1
+    for labels, count in sorted(counts.items()):
+        family.add_metric(labels, count)
+    return family
+
+
+def _time_figures(reading: _Reading) -> Iterable[Metric]:
+    labels = ["size", "num_frames", "quantile"]
+    runs = GaugeMetricFamily("rushes_recent_run_seconds", "Seconds that the last completed jobs ran", labels=labels)
+    waits = GaugeMetricFamily("rushes_recent_wait_seconds", "Seconds that they had waited", labels=labels)
+    counts = GaugeMetricFamily("rushes_recent_jobs", "How many they are", labels=labels[:2])
+    for row in reading.recent:
+        shape = [f"{row.width}x{row.height}", str(row.num_frames)]
+        counts.add_metric(shape, row.num_jobs)
+        for family, values in ((runs, row.run), (waits, row.wait)):
+            for quantile, value in zip(QUANTILES, values or (), strict=False):
+                if value is not None:
+                    family.add_metric([*shape, str(quantile)], value)
+    return runs, waits, counts

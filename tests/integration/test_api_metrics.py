@@ -1,0 +1,115 @@
+"""What Prometheus scrapes."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rushes_api import metrics
+from rushes_api.app import create_app
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from sqlalchemy import text, update
+from sqlalchemy.orm import Session
+from starlette.testclient import TestClient
+from support.api import AUTHORIZED, JobDriver, offline_settings
+from support.checkpoints import tiny_checkpoint
+
+Labels = dict[str, str]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(driver: JobDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "KEPT_SECONDS", 0.0)
+    with driver.engine.begin() as connection:
+        connection.execute(text("TRUNCATE jobs, queue_pauses, replicas CASCADE"))
+
+
+def scraped(client: TestClient) -> dict[str, list[tuple[Labels, float]]]:
+    """Every sample, by name."""
+    response = client.get("/metrics")
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/plain")
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(client: TestClient, name: str, **labels: str) -> float:
+    """The one sample of this name with these labels; 0 if there is none."""
+    values = [number for found, number in scraped(client).get(name, []) if labels.items() <= found.items()]
+    assert len(values) <= 1, values
+    return values[0] if values else 0.0
+
+
+def test_the_depth_of_the_queue_is_that_of_the_table(client: TestClient, driver: JobDriver) -> None:
+    for priority in ("interactive", "normal", "bulk"):
+        for _ in range(3):
+            client.post("/v1/videos", json={"prompt": "a dog", "priority": priority}).raise_for_status()
+    assert [value(client, "rushes_queue_depth", priority=name) for name in ("interactive", "normal", "bulk")] == [3] * 3
+    first = client.get("/v1/videos", params={"order": "asc"}).json()["data"][0]["id"]
+    driver.start(first)
+    assert value(client, "rushes_queue_depth", priority="interactive") == 2
+    assert value(client, "rushes_jobs_in_progress", priority="interactive") == 1
+    early = int(datetime.now(UTC).timestamp()) + 3_600
+    client.post("/v1/videos", json={"prompt": "a dog", "priority": "bulk", "not_before": early}).raise_for_status()
+    assert value(client, "rushes_queue_early", priority="bulk") == 1
+    assert value(client, "rushes_queue_oldest_seconds", priority="normal") > 0
+
+
+def test_requests_are_counted_by_route_and_status(client: TestClient) -> None:
+    counted = {"method": "GET", "route": "/v1/videos/{video_id}", "status": "404"}
+    before = value(client, "rushes_http_requests_total", **counted)
+    for video_id in ("video_x", "video_y"):
+        client.get(f"/v1/videos/{video_id}")
+    assert value(client, "rushes_http_requests_total", **counted) == before + 2
+    unknown = {"route": "other", "status": "404", "method": "GET"}
+    before = value(client, "rushes_http_requests_total", **unknown)
+    for path in ("/nothing", "/else"):
+        client.get(path)
+    assert value(client, "rushes_http_requests_total", **unknown) == before + 2
+    assert value(client, "rushes_http_request_seconds_count", route="/v1/videos/{video_id}") >= 2
+
+
+def test_replicas_and_pauses_are_counted(client: TestClient, driver: JobDriver) -> None:
+    driver.report_replica(model="tiny", state="busy")
+    client.post("/v1/queue/pause").raise_for_status()
+    assert value(client, "rushes_replicas", model="tiny", status="busy") == 1
+    assert value(client, "rushes_queues_paused") == 1
+
+
+def test_times_of_the_last_completed_jobs_are_told_by_size(
+    client: TestClient, driver: JobDriver, tmp_path: Path
+) -> None:
+    video_id = client.post("/v1/videos", json={"prompt": "a dog", "size": "480x480"}).json()["id"]
+    done = driver.complete(video_id, b"clip", tmp_path)
+    assert done.finished_at is not None
+    with Session(driver.engine) as session, session.begin():
+        started_at = done.finished_at - timedelta(seconds=12)
+        times = {"started_at": started_at, "created_at": started_at - timedelta(seconds=30)}
+        session.execute(update(Job).where(Job.id == video_id).values(**times))
+    shape = {"size": "480x480", "num_frames": str(done.num_frames)}
+    assert value(client, "rushes_recent_run_seconds", quantile="0.8", **shape) == 12
+    assert value(client, "rushes_recent_wait_seconds", quantile="0.8", **shape) == 30
+    assert value(client, "rushes_recent_jobs", **shape) == 1
+
+
+def test_it_takes_a_key_of_an_operator_unless_it_is_open(client: TestClient, api_settings: Settings) -> None:
+    without = {"Authorization": ""}
+    assert client.get("/metrics", headers=without).status_code == 401
+    client.post("/v1/projects", json={"name": "another"}).raise_for_status()
+    body = {"project": "another", "name": "test", "scopes": ["videos:read"]}
+    secret = client.post("/v1/api_keys", json=body).json()["secret"]
+    assert client.get("/metrics", headers={"Authorization": f"Bearer {secret}"}).status_code == 403
+    with TestClient(create_app(api_settings.model_copy(update={"metrics_open": True}))) as open_to_all:
+        assert open_to_all.get("/metrics").status_code == 200
+
+
+def test_what_the_database_would_say_is_missing_while_it_is_away(tmp_path: Path) -> None:
+    with TestClient(create_app(offline_settings(tiny_checkpoint(tmp_path))), headers=AUTHORIZED) as client:
+        found = scraped(client)
+    assert found["rushes_database_up"] == [({}, 0.0)]
+    assert "rushes_queue_depth" not in found
+    assert "rushes_http_waiting" in found
