@@ -1,4 +1,4 @@
-"""What the routes for operators share: bodies of JSON, times, and what is not there."""
+"""What the routes that manage something share: bodies of JSON, times, and what is not there."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,12 +9,21 @@ from fastapi import Depends, Request
 from rushes_core.fields import printable
 
 from rushes_api.body import JSON, parse_body, read_body
-from rushes_api.deps import AdminCaller, AppState
+from rushes_api.deps import AdminCaller, AppState, State
 from rushes_api.errors import ApiError, UnsupportedMedia
 from rushes_api.form import split_header
 
 
 async def _members(request: Request, caller: AdminCaller, state: AppState) -> Mapping[str, Any]:
+    return await read_members(request, state)
+
+
+async def read_members(request: Request, state: State) -> Mapping[str, Any]:
+    """The members of the JSON object that was sent; none where there is no body.
+
+    Raises:
+        ApiError
+    """
     body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
     if not body:
         return {}

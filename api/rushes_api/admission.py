@@ -29,6 +29,7 @@ from rushes_api.deps import AppState, CurrentCaller, CurrentProject, State
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, SentKey, fingerprint
 from rushes_api.quota import reserve_place, take_place
+from rushes_api.webhooks import NOT_TOLD_YET
 
 INLINE_BYTES = 8_192
 """Bodies up to this size are checked in the event loop: that takes less time than a thread's turn."""
@@ -75,7 +76,16 @@ async def _video(request: Request, caller: CurrentCaller, key: SentKey, state: A
     def seen(members: dict[str, Any]) -> str:
         return fingerprint(parse(members), cancel_after=cancel_after)
 
-    return await _submission(request, key, state, seen, resolved)
+    submission = await _submission(request, key, state, seen, resolved)
+    wanted = submission.outcome
+    if isinstance(wanted, ResolvedRequest) and wanted.webhook is not None:
+        try:
+            await state["webhooks"].check_resolves(wanted.webhook)
+        except InvalidRequest as error:
+            if key is None:
+                raise
+            return Submission(submission.fingerprint, error)
+    return submission
 
 
 async def _remix(request: Request, caller: CurrentCaller, key: SentKey, state: AppState) -> Submission[Prompt]:
@@ -158,13 +168,16 @@ def admission(
         was_run = True
         resolved = await order(session)
         await reserve_place(session, caller=caller, api_key=caller.api_key, priority=resolved.priority)
-        values = resolved.job_values(state["model"]) | {
+        values: dict[str, Any] = resolved.job_values(state["model"]) | {
             "id": video_id,
             "project": caller.project,
             "api_key": caller.api_key,
             "max_attempts": state["settings"].max_attempts,
             "remixed_from": remixed_from,
         }
+        if resolved.webhook is not None:
+            hook = await state["webhooks"].of_job(resolved.webhook, project=caller.project, session=session)
+            values |= {"request": values["request"] | {"webhook": hook}, "webhook": NOT_TOLD_YET}
         job = (await session.execute(jobs.create(**values))).scalar_one()
         await take_place(session, job)
         return job

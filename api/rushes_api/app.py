@@ -39,9 +39,12 @@ from rushes_api.routers import (
     queue,
     sync,
     videos,
+    webhook_deliveries,
+    webhook_endpoints,
     workers,
 )
 from rushes_api.watch import watching
+from rushes_api.webhooks import Webhooks
 
 log = get_logger(__name__)
 
@@ -73,6 +76,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         engine = create_api_engine(configured)
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         request_limits = RequestLimits(configured)
+        webhooks = Webhooks(configured)
         lookup = Lookup(configured)
         log.info("api_started", model=model.name)
         async with (
@@ -96,8 +100,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
                 metrics=figures,
+                webhooks=webhooks,
             )
         await lookup.close()
+        webhooks.close()
         await keys.close()
         await request_limits.close()
         await engine.dispose()
@@ -118,7 +124,22 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.add_middleware(CountRequests, metrics=figures)
     errors.install(app)
-    for module in (health, metrics, models, videos, actions, sync, events, content, queue, workers, projects, api_keys):
+    for module in (
+        health,
+        metrics,
+        models,
+        videos,
+        actions,
+        sync,
+        events,
+        content,
+        queue,
+        workers,
+        projects,
+        api_keys,
+        webhook_endpoints,
+        webhook_deliveries,
+    ):
         app.include_router(module.router)
     app.openapi = cache(lambda: describe(app))
     return app

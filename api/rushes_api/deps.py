@@ -26,6 +26,7 @@ from rushes_api.pauses import Pauses
 from rushes_api.pulse import Pulse
 from rushes_api.readiness import Readiness
 from rushes_api.watch import Watcher
+from rushes_api.webhooks import Webhooks
 
 
 class State(TypedDict):
@@ -47,6 +48,7 @@ class State(TypedDict):
     readiness: Readiness
     watcher: Watcher
     metrics: Metrics
+    webhooks: Webhooks
 
 
 def _state(request: Request) -> State:
@@ -86,6 +88,10 @@ async def _caller(request: Request) -> Caller:
     return _with_scope(caller, keys.READ if request.method in ("GET", "HEAD") else keys.WRITE)
 
 
+async def _webhook_caller(request: Request) -> Caller:
+    return _with_scope(await _any_caller(request), keys.WEBHOOKS)
+
+
 async def _admin(request: Request) -> Caller:
     return _with_scope(await _any_caller(request), keys.ADMIN)
 
@@ -98,6 +104,7 @@ def _with_scope(caller: Caller, scope: str) -> Caller:
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 """Who may read, where the request reads, or change videos, where it changes something."""
+WebhookCaller = Annotated[Caller, Depends(_webhook_caller)]
 AdminCaller = Annotated[Caller, Depends(_admin)]
 AnyCaller = Annotated[Caller, Depends(_any_caller)]
 """Whoever has a key that works, whatever it may do."""
@@ -163,7 +170,12 @@ WellFormedId = Annotated[str, Depends(_well_formed)]
 
 QUERY_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {}
 """The parameters that each dependency made by `query` takes, for the description of the API."""
-SCOPES_NEEDED: dict[Callable[..., Any], str] = {_caller: "videos", _admin: keys.ADMIN, _any_caller: ""}
+SCOPES_NEEDED: dict[Callable[..., Any], str] = {
+    _caller: "videos",
+    _webhook_caller: keys.WEBHOOKS,
+    _admin: keys.ADMIN,
+    _any_caller: "",
+}
 """The scope that each dependency asks for; `videos` is `videos:read` or `videos:write`."""
 
 

@@ -23,6 +23,8 @@ Object = dict[str, Any]
 _ULID = "[0-7][0-9A-HJKMNP-TV-Z]{25}"
 VIDEO_ID = f"^video_{_ULID}$"
 KEY_ID = f"^key_{_ULID}$"
+ENDPOINT_ID = f"^whe_{_ULID}$"
+DELIVERY_ID = "^whd_[0-9a-f]{32}$"
 PROJECT = "^[a-z0-9][a-z0-9-]{0,62}$"
 
 
@@ -77,6 +79,7 @@ _TAGS = {
     "models": "What is served, and its limits",
     "projects": "Whose jobs are apart from each other's, for operators",
     "api keys": "Who may send requests, and how many",
+    "webhooks": "Who is told of what happens to jobs, and how that went",
     "health": "For load balancers and supervisors",
 }
 
@@ -178,15 +181,33 @@ _QUERY: dict[str, Object] = {
     },
     "project": {"description": "Only those of this project", "schema": {"type": "string", "pattern": PROJECT}},
 }
+_QUERY_OF_DELIVERIES: dict[str, Object] = {
+    "video_id": {
+        "description": "Only those that tell of this video",
+        "schema": {"type": "string", "pattern": VIDEO_ID},
+    },
+    "webhook_endpoint_id": {
+        "description": "Only those to this endpoint",
+        "schema": {"type": "string", "pattern": ENDPOINT_ID},
+    },
+    "status": {
+        "description": "Only those with this status",
+        "schema": {"enum": ["pending", "delivering", "delivered", "failed", "cancelled"]},
+    },
+}
 _AFTER = {
     "/v1/videos": VIDEO_ID,
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
     "/v1/projects": PROJECT,
     "/v1/api_keys": KEY_ID,
+    "/v1/webhook_endpoints": ENDPOINT_ID,
+    "/v1/webhook_deliveries": DELIVERY_ID,
 }
 _PATH: dict[str, Object] = {
     "video_id": {"description": "Id of a video", "schema": {"type": "string", "pattern": VIDEO_ID}},
     "key_id": {"description": "Id of an API key", "schema": {"type": "string", "pattern": KEY_ID}},
+    "endpoint_id": {"description": "Id of a webhook endpoint", "schema": {"type": "string", "pattern": ENDPOINT_ID}},
+    "delivery_id": {"description": "Id of a webhook delivery", "schema": {"type": "string", "pattern": DELIVERY_ID}},
     "model_id": {"description": "Name of a model, slashes included", "schema": {"type": "string"}},
     "name": {"description": "Name of a project", "schema": {"type": "string", "pattern": PROJECT}},
     "worker_id": {"description": "Id of a replica", "schema": {"type": "string"}},
@@ -267,7 +288,8 @@ def _calls(dependant: Dependant) -> Iterator[Any]:
 
 
 def _query_parameter(name: str, path: str) -> Object:
-    about: Object = {"schema": {"type": "string"}, **_QUERY.get(name, {})}
+    known = _QUERY | _QUERY_OF_DELIVERIES if path == "/v1/webhook_deliveries" else _QUERY
+    about: Object = {"schema": {"type": "string"}, **known.get(name, {})}
     if name == "after" and path in _AFTER:
         about["schema"] = {"type": "string", "pattern": _AFTER[path]}
     return {"name": name, "in": "query", **about}

@@ -64,9 +64,9 @@ class Eta(BaseModel):
 
 
 class WebhookState(BaseModel):
-    """How the job's webhook fares. No job has one in this release."""
+    """How telling the job's own `webhook_url` of its end fares."""
 
-    state: Literal["none"]
+    state: Literal["none", "pending", "delivered", "failed"]
     attempts: int
     last_status: int | None
 
@@ -201,8 +201,11 @@ def video_of(
         batch_id=None,
         campaign_id=None,
         custom_id=None,
-        webhook=WebhookState(state="none", attempts=0, last_status=None),
+        webhook=WebhookState(**(job.webhook or _NO_WEBHOOK)),
     )
+
+
+_NO_WEBHOOK: dict[str, Any] = {"state": "none", "attempts": 0, "last_status": None}
 
 
 def poll_after_ms(job: Job, num_ahead: int | None, eta: Eta | None) -> int | None:

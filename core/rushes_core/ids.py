@@ -1,5 +1,8 @@
 """Public identifiers: a prefix and a ULID, so that they sort by creation time."""
 
+import re
+import secrets
+import time
 from datetime import datetime
 
 from ulid import ULID
@@ -8,7 +11,10 @@ VIDEO_PREFIX = "video_"
 REQUEST_PREFIX = "req_"
 KEY_PREFIX = "key_"
 ENDPOINT_PREFIX = "whe_"
+DELIVERY_PREFIX = "whd_"
 TEST_EVENT_PREFIX = "evt_test_"
+
+_DELIVERY = re.compile(rf"{DELIVERY_PREFIX}[0-9a-f]{{32}}", re.ASCII)
 
 
 def new_video_id() -> str:
@@ -40,6 +46,16 @@ def new_endpoint_id() -> str:
 def new_test_event_id() -> str:
     """An id for an event that tells of nothing."""
     return f"{TEST_EVENT_PREFIX}{ULID()}"
+
+
+def new_delivery_id() -> str:
+    """An id for a delivery, as the function `new_webhook_delivery_id` of the database draws them too."""
+    return f"{DELIVERY_PREFIX}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def is_delivery_id(value: str) -> bool:
+    """Whether `value` is well formed as the id of a delivery; says nothing about its existence."""
+    return _DELIVERY.fullmatch(value) is not None
 
 
 def is_endpoint_id(value: str) -> bool:

@@ -28,8 +28,9 @@ from rushes_core.states import JobState
 
 READ = "videos:read"
 WRITE = "videos:write"
+WEBHOOKS = "webhooks"
 ADMIN = "admin"
-SCOPES = (READ, WRITE, "batches", "webhooks", ADMIN)
+SCOPES = (READ, WRITE, "batches", WEBHOOKS, ADMIN)
 """What a key may do. `admin` is all of it, and the keys and projects of everybody."""
 DEFAULT_SCOPES = (READ, WRITE)
 COMPAT = ("openai",)

@@ -35,6 +35,7 @@ from rushes_core.fields import (
 from rushes_core.models import Job
 from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration
 from rushes_core.served_model import ServedModel
+from rushes_core.webhooks.events import DEFAULT_TYPES, EventTypes, Url
 
 DEFAULT_SECONDS = "4"
 TASK = "t2va"
@@ -43,7 +44,6 @@ TASKS = (TASK, "t2av")
 """Its names: UniServe's, and the one in the checkpoint."""
 
 _FROM_TEXT = "this checkpoint renders from text alone"
-_NO_WEBHOOKS = "webhooks are not available in this release"
 _NO_USERS = "end users are not told apart; metadata can say who it is for"
 _UNSUPPORTED = {
     "input_reference": _FROM_TEXT,
@@ -54,9 +54,6 @@ _UNSUPPORTED = {
     "keyframes": _FROM_TEXT,
     "references": _FROM_TEXT,
     "conditions": _FROM_TEXT,
-    "webhook_url": _NO_WEBHOOKS,
-    "callback_url": _NO_WEBHOOKS,
-    "webhook_events": _NO_WEBHOOKS,
     "user": _NO_USERS,
     "safety_identifier": _NO_USERS,
     "extra_body": "its members belong beside prompt, where the openai SDK puts them",
@@ -82,6 +79,9 @@ class VideoRequest(Fields):
     deadline: Moment | None = None
     retention: Retention | None = None
     output: Output | None = None
+    webhook_url: Url | None = None
+    callback_url: Url | None = None
+    webhook_events: EventTypes | None = None
 
     response_format: Annotated[Any, WithJsonSchema({"const": "url"})] = None
     fps: Any = None
@@ -97,6 +97,16 @@ class RemixRequest(Fields):
     """The body of `POST /v1/videos/{id}/remix`: what else there is to say was said of the job that it starts from."""
 
     prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Who is to be told of a job, and of what. Where webhooks may go is for the deployment to say."""
+
+    url: str
+    param: str
+    """The field that named it."""
+    events: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,7 @@ class ResolvedRequest:
     """From acceptance; None: as long as the deployment keeps clips."""
     output: dict[str, Any]
     """Members of the field `output`, those that were given."""
+    webhook: Webhook | None
 
     def job_values(self, model: ServedModel) -> dict[str, Any]:
         """The columns of a new job that the request decides."""
@@ -199,6 +210,7 @@ def resolve(
         deadline=deadline,
         retention_seconds=None if request.retention is None else request.retention.seconds,
         output=_output(request.output, buckets),
+        webhook=_webhook(request),
     )
 
 
@@ -221,7 +233,7 @@ def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
     if canvas is None or source.num_frames not in ADMISSIBLE_FRAMES:
         raise InvalidRequest(f"{source.id} has {source.width}x{source.height}, {source.num_frames} frames: not served")
     asked = source.request
-    size, retention = asked.get("size_requested"), asked.get("retention_seconds")
+    size, retention, hook = asked.get("size_requested"), asked.get("retention_seconds"), asked.get("webhook")
     return ResolvedRequest(
         prompt=prompt,
         num_tokens=num_tokens,
@@ -237,6 +249,7 @@ def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
         deadline=None,
         retention_seconds=None if retention is None else int(retention),
         output=asked.get("output") or {},
+        webhook=None if hook is None else Webhook(hook["url"], "webhook_url", hook["events"]),
     )
 
 
@@ -302,6 +315,21 @@ def _sentence(detail: ErrorDetails) -> str:
 def unsupported(name: str, reason: str) -> InvalidRequest:
     """The refusal of an input that exists elsewhere."""
     return InvalidRequest(f"{name} is not supported: {reason}", param=name, code="unsupported_input")
+
+
+def _webhook(request: VideoRequest) -> Webhook | None:
+    url, alias = request.webhook_url, request.callback_url
+    if url is not None and alias is not None and url != alias:
+        raise InvalidRequest("webhook_url and callback_url are the same field: give one of them", param="callback_url")
+    given = alias if url is None else url
+    if given is None:
+        if request.webhook_events is not None:
+            raise InvalidRequest(
+                "webhook_events says what webhook_url is told, which is missing", param="webhook_events"
+            )
+        return None
+    events = request.webhook_events or list(DEFAULT_TYPES)
+    return Webhook(given, "callback_url" if url is None else "webhook_url", events)
 
 
 def _check_fixed(request: VideoRequest, model: ServedModel) -> None:

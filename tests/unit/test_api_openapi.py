@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
 
-WITHOUT_KEY = {"healthz", "readyz"}
+WITHOUT_KEY = {"healthz", "readyz", "get_jwks"}
 
 
 @pytest.fixture(scope="module")

@@ -255,9 +255,6 @@ class TestFieldsThatDoNotExist:
             ("conditions", [{"type": "image", "uri": "https://a.example/b.png"}], "renders from text alone"),
             ("image", "x", "renders from text alone"),
             ("keyframes", ["x"], "renders from text alone"),
-            ("webhook_url", "https://a.example", "webhooks are not available in this release"),
-            ("callback_url", "https://a.example", "webhooks are not available in this release"),
-            ("webhook_events", ["video.completed"], "webhooks are not available in this release"),
             ("user", "u-1", "metadata"),
             ("safety_identifier", "u-1", "metadata"),
             ("extra_body", {"seed": 1}, "beside prompt"),
@@ -276,7 +273,7 @@ class TestFieldsThatDoNotExist:
 
     @pytest.mark.parametrize("value", [None, "", [], {}])
     def test_such_an_input_may_be_empty(self, model: ServedModel, value: object) -> None:
-        resolved(model, negative_prompt=value, conditions=value, webhook_url=value)
+        resolved(model, negative_prompt=value, conditions=value, keyframes=value)
 
     def test_the_only_format_of_a_response_may_be_restated(self, model: ServedModel) -> None:
         resolved(model, response_format="url")
@@ -485,7 +482,7 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from([*VideoRequest.model_fields, "image", "conditions", "webhook_url", "extra_body"]) | st.text(
+names = st.sampled_from([*VideoRequest.model_fields, "image", "conditions", "extra_body"]) | st.text(
     st.characters(codec=None), max_size=8
 )
 

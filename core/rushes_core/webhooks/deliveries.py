@@ -11,9 +11,11 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Select, TextClause, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.dml import ReturningInsert
 
 from rushes_core.webhooks.schedule import MAX_AGE_DAYS
-from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery
+from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 
 BREAKER_FAILURES = 10
 """Failures in a row after which an endpoint is tried with one delivery at a time, with pauses between."""
@@ -343,15 +345,70 @@ def get(delivery_id: str, *, project: str) -> Select[WebhookDelivery]:
     return select(WebhookDelivery).where(WebhookDelivery.id == delivery_id, WebhookDelivery.project == project)
 
 
-def listed(*, project: str) -> Select[WebhookDelivery]:
-    """The deliveries of a project, in no order."""
-    return select(WebhookDelivery).where(WebhookDelivery.project == project)
-
-
-def attempts(delivery_ids: Collection[str]) -> Select[WebhookAttempt]:
-    """Every attempt of these deliveries, in order."""
+def listed(*, project: str) -> Select[WebhookDelivery, WebhookEndpoint]:
+    """The deliveries of a project and where each goes, in no order."""
+    is_to = WebhookEndpoint.id == WebhookDelivery.endpoint_id
     return (
-        select(WebhookAttempt)
-        .where(WebhookAttempt.delivery_id.in_(delivery_ids))
-        .order_by(WebhookAttempt.delivery_id, WebhookAttempt.number)
+        select(WebhookDelivery, WebhookEndpoint).join(WebhookEndpoint, is_to).where(WebhookDelivery.project == project)
     )
+
+
+def attempts(delivery_id: str) -> Select[WebhookAttempt]:
+    """Every attempt of a delivery, in order."""
+    return select(WebhookAttempt).where(WebhookAttempt.delivery_id == delivery_id).order_by(WebhookAttempt.number)
+
+
+def event_of(event_id: str) -> TextClause:
+    """Whether the event is still kept, and its job is not deleted."""
+    return text("""
+SELECT 1 FROM outbox AS o JOIN jobs AS j ON j.id = o.job_id WHERE o.event_id = :event_id AND j.deleted_at IS NULL
+""").bindparams(event_id=event_id)
+
+
+def redeliver(delivery: WebhookDelivery, *, new_id: str) -> ReturningInsert[WebhookDelivery]:
+    """The same event once more, to where it went. No row: that was asked for already."""
+    same = ("project", "endpoint_id", "event_id", "job_id", "type", "sequence", "url")
+    return (
+        insert(WebhookDelivery)
+        .values(id=new_id, kind="redelivery", **{name: getattr(delivery, name) for name in same})
+        .on_conflict_do_nothing(index_elements=[WebhookDelivery.id])
+        .returning(WebhookDelivery)
+    )
+
+
+def test(endpoint: WebhookEndpoint, *, new_id: str, event_id: str, type: str) -> ReturningInsert[WebhookDelivery]:
+    """An event that tells of nothing, sent once whatever the state of the endpoint. No row: it was made already."""
+    return (
+        insert(WebhookDelivery)
+        .values(id=new_id, kind="test", project=endpoint.project, endpoint_id=endpoint.id, event_id=event_id, type=type)
+        .on_conflict_do_nothing(index_elements=[WebhookDelivery.id])
+        .returning(WebhookDelivery)
+    )
+
+
+def replay(
+    *, project: str, since: datetime, until: datetime, endpoint_id: str | None, types: Collection[str], limit: int
+) -> TextClause:
+    """Deliver the events of a time once more to whoever is to be told of them now, the oldest first.
+
+    Those that wait for delivery there anyway are passed over. `event_at` of each.
+    """
+    return text("""
+WITH told AS MATERIALIZED (
+    SELECT o.event_id, o.job_id, o.type, o.created_at, coalesce((o.data ->> 'sequence')::bigint, 0) AS sequence,
+        t.endpoint_id, t.url
+    FROM outbox AS o JOIN jobs AS j ON j.id = o.job_id, LATERAL webhook_targets(o) AS t
+    WHERE o.project = :project AND o.created_at >= :since AND o.created_at < :until AND o.type = ANY (:types)
+        AND j.deleted_at IS NULL AND (CAST(:endpoint_id AS text) IS NULL OR t.endpoint_id = :endpoint_id)
+        AND EXISTS (SELECT FROM webhook_endpoints AS e WHERE e.id = t.endpoint_id AND e.state = 'enabled')
+        AND NOT EXISTS (
+            SELECT FROM webhook_deliveries AS d WHERE d.endpoint_id = t.endpoint_id AND d.event_id = o.event_id
+                AND d.state IN ('pending', 'delivering')
+        )
+    ORDER BY o.created_at, o.id LIMIT :limit
+), made AS (
+    INSERT INTO webhook_deliveries (id, project, endpoint_id, kind, event_id, job_id, type, sequence, url)
+    SELECT new_webhook_delivery_id(), :project, endpoint_id, 'replay', event_id, job_id, type, sequence, url FROM told
+)
+SELECT created_at AS event_at FROM told ORDER BY created_at
+""").bindparams(project=project, since=since, until=until, endpoint_id=endpoint_id, types=list(types), limit=limit)

@@ -3,20 +3,18 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import sha256
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Select, Update, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.fields import shown
 from rushes_core.ids import new_endpoint_id
 from rushes_core.keys import KeyName
 from rushes_core.webhooks.deliveries import BY_REQUEST
-from rushes_core.webhooks.events import EVENT_TYPES
+from rushes_core.webhooks.events import EventTypes, Url
 from rushes_core.webhooks.guard import Target
 from rushes_core.webhooks.signing import SigningSecret, Vault
 from rushes_core.webhooks.tables import WebhookEndpoint, WebhookSecret
@@ -25,27 +23,6 @@ MAX_ENDPOINTS = 50
 """Registered endpoints of a project."""
 OVERLAP = timedelta(hours=24)
 """How long the secret before a rotation goes on signing where that was asked for."""
-
-
-def event_types(value: object) -> list[str]:
-    """Some of `EVENT_TYPES`, in their order and each once."""
-    words = cast("list[object]", value) if isinstance(value, list) else []
-    if words and all(word in EVENT_TYPES for word in words):
-        return [word for word in EVENT_TYPES if word in words]
-    raise PydanticCustomError(
-        "invalid_value",
-        "must be a list of one or more of {known}, got {value}",
-        {"known": ", ".join(EVENT_TYPES), "value": shown(cast("object", value))},
-    )
-
-
-EventTypes = Annotated[
-    list[str],
-    BeforeValidator(event_types),
-    WithJsonSchema({"type": "array", "items": {"type": "string", "enum": list(EVENT_TYPES)}, "minItems": 1}),
-]
-Url = Annotated[str, Field(max_length=100_000), WithJsonSchema({"type": "string", "format": "uri", "maxLength": 2048})]
-"""Checked by the guard, which says more."""
 
 
 class _Body(BaseModel):
@@ -207,7 +184,7 @@ def delete(endpoint_id: str, *, project: str) -> ReturningUpdate[WebhookEndpoint
     )
 
 
-def origins(*, project: str) -> Select[str | None]:
+def urls(*, project: str) -> Select[str | None]:
     """URLs of the endpoints of a project that are in use."""
     return select(WebhookEndpoint.url).where(*_is_visible(project), WebhookEndpoint.state == "enabled")
 

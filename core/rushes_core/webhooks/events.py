@@ -2,19 +2,44 @@
 
 import json
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, cast
 
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from rushes_core.fields import shown
 from rushes_core.redact import without_places
 
 STARTED = "video.started"
 PROGRESS = "video.progress"
 FINAL_TYPES = ("video.completed", "video.failed", "video.cancelled", "video.expired")
 EVENT_TYPES = (*FINAL_TYPES, STARTED, PROGRESS)
-DEFAULT_TYPES = FINAL_TYPES
+DEFAULT_TYPES: tuple[str, ...] = FINAL_TYPES
 """What a job's `webhook_url` is told unless the client says otherwise."""
 
 SAMPLE_VIDEO = "video_00000000000000000000000000"
 """The job that test events tell of. There is none."""
+
+
+def event_types(value: object) -> list[str]:
+    """Some of `EVENT_TYPES`, in their order and each once."""
+    words = cast("list[object]", value) if isinstance(value, list) else []
+    if words and all(word in EVENT_TYPES for word in words):
+        return [word for word in EVENT_TYPES if word in words]
+    raise PydanticCustomError(
+        "invalid_value",
+        "must be a list of one or more of {known}, got {value}",
+        {"known": ", ".join(EVENT_TYPES), "value": shown(cast("object", value))},
+    )
+
+
+EventTypes = Annotated[
+    list[str],
+    BeforeValidator(event_types),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "enum": list(EVENT_TYPES)}, "minItems": 1}),
+]
+Url = Annotated[str, Field(max_length=100_000), WithJsonSchema({"type": "string", "format": "uri", "maxLength": 2048})]
+"""Checked by the guard, which says more."""
 
 
 def event_body(

@@ -80,6 +80,7 @@ class Target:
 
     @property
     def origin(self) -> str:
+        """With the port, given or not."""
         return f"{self.scheme}://{_bracketed(self.host)}:{self.port}"
 
 
@@ -143,6 +144,13 @@ class Guard:
         if not url.isascii():
             raise refuse("must be percent-encoded ASCII after the host")
         return Target(url, parts.scheme, host, port, address)
+
+    @staticmethod
+    def origin_of(url: str) -> str:
+        """The origin of a URL that was checked once, as `Target` writes it."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return f"{parts.scheme}://{_bracketed(parts.hostname or '')}:{port}"
 
     def check_addresses(self, addresses: Iterable[Address], *, shown_as: str, param: str = "url") -> None:
         """
