@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from limits import RateLimitItemPerMinute
+from limits import RateLimitItemPerMinute, WindowStats
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import FixedWindowRateLimiter, MovingWindowRateLimiter, RateLimiter
 from redis.asyncio import BlockingConnectionPool
@@ -26,10 +26,13 @@ from rushes_api.errors import ApiError
 log = get_logger(__name__)
 
 WINDOW_SECONDS = 60
-REDIS_SECONDS = 0.1
+REDIS_SECONDS = 0.2
 """How long a request waits for Redis before it is counted in the process instead."""
 AWAY_SECONDS = 2.0
 """How long Redis is left alone after it failed to answer."""
+
+MAX_REMEMBERED = 10_000
+"""Keys that are known to be over their limit."""
 
 _NEVER = float("-inf")
 
@@ -64,13 +67,12 @@ def too_many(
     message: str, *, code: str, retry_after: float, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> ApiError:
     """429. `Retry-After` is a whole number of seconds, 1..60: clients misread or disregard everything else."""
-    seconds = min(WINDOW_SECONDS, max(1, math.ceil(retry_after)))
     return ApiError(
         message,
         param=param,
         code=code,
         status=HTTPStatus.TOO_MANY_REQUESTS,
-        headers={"Retry-After": str(seconds), **(headers or {})},
+        headers={"Retry-After": str(_whole(retry_after)), **(headers or {})},
     )
 
 
@@ -92,23 +94,43 @@ class RequestLimits:
         )
         # cheaper than a moving window where every request passes through one process
         self._own = FixedWindowRateLimiter(MemoryStorage())
+        self._over_until: dict[tuple[str, int], float] = {}
         self._away_since: float | None = None
         self._failed_at = _NEVER
 
     async def count(self, api_key: str, *, per_minute: int) -> Standing:
         """Count a request, unless it is one too many. A key that is over its limit is not kept out for longer by
-        what it sends meanwhile."""
-        item = RateLimitItemPerMinute(per_minute)
+        what it sends meanwhile, and costs nothing but the answer."""
+        key = (api_key, per_minute)
+        over_for = self._over_until.get(key, _NEVER) - time.time()
+        if over_for > 0:
+            return Standing(is_over=True, limit=per_minute, remaining=0, reset_seconds=_whole(over_for))
+        is_within, stats = await self._hit(RateLimitItemPerMinute(per_minute), api_key)
+        if is_within:
+            self._over_until.pop(key, None)
+        elif stats.remaining <= 0:
+            # until then no request that counts is old enough to make room
+            self._over_until[key] = stats.reset_time
+            while len(self._over_until) > MAX_REMEMBERED:
+                del self._over_until[next(iter(self._over_until))]
+        return Standing(
+            is_over=not is_within,
+            limit=per_minute,
+            remaining=max(0, stats.remaining) if is_within else 0,
+            reset_seconds=_whole(stats.reset_time - time.time()),
+        )
+
+    async def _hit(self, item: RateLimitItemPerMinute, api_key: str) -> tuple[bool, WindowStats]:
         if time.monotonic() - self._failed_at >= AWAY_SECONDS:
             try:
                 async with asyncio.timeout(REDIS_SECONDS):
-                    standing = await _count(self._shared, item, api_key)
+                    found = await _hit(self._shared, item, api_key)
             except (RedisError, OSError, TimeoutError) as error:
                 self._note_away(error)
             else:
                 self._note_back()
-                return standing
-        return await _count(self._own, item, api_key)
+                return found
+        return await _hit(self._own, item, api_key)
 
     async def close(self) -> None:
         await self._pool.disconnect()
@@ -125,13 +147,10 @@ class RequestLimits:
             self._away_since = None
 
 
-async def _count(limiter: RateLimiter, item: RateLimitItemPerMinute, api_key: str) -> Standing:
-    is_within = await limiter.hit(item, api_key)
-    stats = await limiter.get_window_stats(item, api_key)
-    reset = math.ceil(stats.reset_time - time.time())
-    return Standing(
-        is_over=not is_within,
-        limit=item.amount,
-        remaining=max(0, stats.remaining) if is_within else 0,
-        reset_seconds=min(WINDOW_SECONDS, max(1, reset)),
-    )
+async def _hit(limiter: RateLimiter, item: RateLimitItemPerMinute, api_key: str) -> tuple[bool, WindowStats]:
+    return await limiter.hit(item, api_key), await limiter.get_window_stats(item, api_key)
+
+
+def _whole(seconds: float) -> int:
+    """`seconds` as clients understand it: a whole number, 1..60."""
+    return min(WINDOW_SECONDS, max(1, math.ceil(seconds)))

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def code_of(response: Any, status: int) -> str:
 def row(driver: JobDriver, key: dict[str, Any]) -> ApiKey:
     with Session(driver.engine) as session:
         return session.get_one(ApiKey, key["id"])
+
+
+@contextmanager
+def frozen_redis(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
+    """Settings whose Redis lies behind a relay that can be frozen; it flows at first."""
+    url = make_url(settings.redis_url)
+    assert url.host is not None
+    assert url.port is not None
+    with FreezableProxy(url.host, url.port) as proxy:
+        relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        yield settings.model_copy(update={"redis_url": relayed}), proxy
 
 
 class TestProjects:
@@ -446,29 +458,41 @@ class TestRequestsPerMinute:
         assert statuses == [200, 200, 200, 429, 429]
         assert [line["event"] for line in logs].count("request_limits_in_process") == 1
 
+    def test_a_key_that_is_over_its_limit_costs_redis_nothing(self, client: TestClient, api_settings: Settings) -> None:
+        header = bearer(create_key(client, requests_per_minute=2))
+        with (
+            frozen_redis(api_settings) as (settings, proxy),
+            capture_logs() as logs,
+            TestClient(create_app(settings)) as other,
+        ):
+            assert [other.get("/v1/models", headers=header).status_code for _ in range(3)] == [200, 200, 429]
+            proxy.freeze()
+            assert {other.get("/v1/models", headers=header).status_code for _ in range(20)} == {429}
+            proxy.thaw()
+        assert "request_limits_in_process" not in [line["event"] for line in logs]
+
     def test_a_frozen_redis_is_left_alone_until_it_is_back(
         self, client: TestClient, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        header = bearer(create_key(client, requests_per_minute=100))
-        url = make_url(api_settings.redis_url)
-        assert url.host is not None
-        assert url.port is not None
-        with FreezableProxy(url.host, url.port) as proxy, capture_logs() as logs:
-            relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
-            with TestClient(create_app(api_settings.model_copy(update={"redis_url": relayed}))) as other:
+        header = bearer(create_key(client, requests_per_minute=1_000))
+        with (
+            frozen_redis(api_settings) as (settings, proxy),
+            capture_logs() as logs,
+            TestClient(create_app(settings)) as other,
+        ):
 
-                def remaining() -> int:
-                    answer = other.get("/v1/models", headers=header)
-                    assert answer.status_code == 200
-                    return int(answer.headers["x-ratelimit-remaining-requests"])
+            def remaining() -> int:
+                answer = other.get("/v1/models", headers=header)
+                assert answer.status_code == 200
+                return int(answer.headers["x-ratelimit-remaining-requests"])
 
-                assert remaining() == 99
-                proxy.freeze()
-                assert [remaining() for _ in range(3)] == [99, 98, 97]
-                proxy.thaw()
-                monkeypatch.setattr(limits, "AWAY_SECONDS", 0.0)
-                wait_until(lambda: "request_limits_shared_again" in [line["event"] for line in logs] or not remaining())
-                assert [line["event"] for line in logs].count("request_limits_in_process") == 1
+            assert remaining() == 999
+            proxy.freeze()
+            assert [remaining() for _ in range(3)] == [999, 998, 997]
+            proxy.thaw()
+            monkeypatch.setattr(limits, "AWAY_SECONDS", 0.0)
+            wait_until(lambda: remaining() and "request_limits_shared_again" in [line["event"] for line in logs])
+            assert [line["event"] for line in logs].count("request_limits_in_process") == 1
 
 
 class TestCache:
