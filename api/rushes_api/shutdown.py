@@ -3,13 +3,13 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def on_termination(callback: Callable[[], None]) -> Iterator[None]:
+def on_termination(callback: Callable[[], None]) -> Generator[None]:
     """Call `callback` in the running loop at SIGTERM or SIGINT, and have the server's own handler called as well.
 
     A server ends the application's lifespan only when every answer is sent: those that are sent for as long as somebody

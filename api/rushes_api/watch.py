@@ -6,7 +6,7 @@ happened meanwhile it hears afterwards.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -125,7 +125,7 @@ class Watcher:
         self._is_reachable = True
 
     @contextmanager
-    def seat(self, api_key: str) -> Iterator[Seat]:
+    def seat(self, api_key: str) -> Generator[Seat]:
         """A seat for a request of this key.
 
         Raises:
@@ -147,7 +147,7 @@ class Watcher:
             self._remove(seat)
 
     @contextmanager
-    def maybe_seat(self, api_key: str) -> Iterator[Seat | None]:
+    def maybe_seat(self, api_key: str) -> Generator[Seat | None]:
         """A seat for a request of this key; None when there is none left."""
         if self._refusal(api_key) is not None:
             yield None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 from sqlalchemy import Select, Text, any_, func, literal, select
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, aggregate_order_by
+from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.models import Job, JobEvent
@@ -53,9 +54,10 @@ class Step(NamedTuple):
         )
 
 
-def glimpses(job_ids: Sequence[str]) -> Select[Any]:
+def glimpses(job_ids: Sequence[str]) -> "Select[*tuple[Any, ...]]":
     """The members of `Glimpse`, in order, of each of these jobs that there is."""
-    return select(*(getattr(Job, name) for name in Glimpse._fields)).where(_is_one_of(job_ids))
+    columns: list[InstrumentedAttribute[Any]] = [getattr(Job, name) for name in Glimpse._fields]
+    return select(*columns).where(_is_one_of(job_ids))
 
 
 def stories(job_ids: Sequence[str]) -> Select[Job, Any]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from rushes_core.models import Job
+from rushes_core.variants import VIDEO
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo
-from rushes_api.content import check_finished, deliver
+from rushes_api.content import check_finished, deliver, find_variant
 from rushes_api.deps import AppState, CurrentCaller, NoQuery, visible
 from rushes_api.errors import ApiError
 from rushes_api.once import SentKey
@@ -74,7 +75,7 @@ async def create_and_fetch(
     # what a POST asks for is the whole clip
     headers = [(name, value) for name, value in request.scope["headers"] if name not in _CONDITIONS]
     fetch = Request({**request.scope, "method": "GET", "headers": headers}, request.receive)
-    response = await deliver(job, fetch, state, redirect=None)
+    response = await deliver(job, find_variant(job, VIDEO), fetch, state, redirect=None)
     if response.status_code == HTTPStatus.FOUND:
         response.status_code = HTTPStatus.SEE_OTHER
     return response
