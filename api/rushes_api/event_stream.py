@@ -1,7 +1,8 @@
 """Server-sent events: a stream that beats while there is nothing to tell, and lets slow or vanished clients go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from rushes_core.log import get_logger
 from starlette.responses import Response
@@ -18,7 +19,7 @@ SEND_SECONDS = 20.0
 BEAT = ": \n\n"
 """A comment, which keeps proxies from taking the connection for dead."""
 
-Chunks = Callable[[asyncio.Task[None]], AsyncIterator[str]]
+Chunks = Callable[[asyncio.Task[None]], AsyncGenerator[str]]
 """Makes the text of a stream; what it is given ends when the client has gone away."""
 
 
@@ -53,8 +54,10 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
 
         try:
-            async for chunk in self._chunks(gone):
-                await pass_on(chunk)
+            # closed at once, and what it holds with it
+            async with aclosing(self._chunks(gone)) as chunks:
+                async for chunk in chunks:
+                    await pass_on(chunk)
             await pass_on("", is_last=True)
         except TimeoutError:
             log.info("stream_given_up", seconds=SEND_SECONDS)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -77,7 +77,7 @@ async def follow_video(
         return Response(status_code=204)
     told = _Told(view, job, last_place)
 
-    async def chunks(gone: asyncio.Task[None]) -> AsyncIterator[str]:
+    async def chunks(gone: asyncio.Task[None]) -> AsyncGenerator[str]:
         with state["watcher"].seat(caller.api_key) as seat:
             seat.follow(Glimpse.of(job))
             yield f"retry: {RECONNECT_MS}\n\n" + told.news(Glimpse.of(job), story)
