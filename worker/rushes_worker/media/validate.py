@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from math import isfinite, sqrt
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from av.codec.context import ThreadType
 from av.container import InputContainer
 from av.error import FFmpegError
+from av.video.plane import VideoPlane
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
@@ -30,6 +32,11 @@ SILENCE_RMS = 2.0**-17
 """Half a step of 16-bit sound: below it every sample is played as zero."""
 
 _ROW_STEP = 4
+_BLOCK_ROWS, _BLOCK_COLUMNS = 4, 16
+"""Of the rows that are looked at."""
+_MOVED_LEVELS = 4.0
+"""How much the mean of a block must differ from the first frame's to have moved: encoding the same picture anew changes
+it by about one."""
 
 MAX_LEVEL = 40
 """H.264 level 4.0, which every player of the last decade decodes; only a larger frame may need more."""
@@ -52,6 +59,26 @@ _LEVELS = {
     50: (589_824, 22_080),
     51: (983_040, 36_864),
     52: (2_073_600, 36_864),
+}
+
+
+class Flaw(StrEnum):
+    """What may be wanted, but is more often a model that went astray."""
+
+    BLANK_PICTURE = "blank_picture"
+    FROZEN_PICTURE = "frozen_picture"
+    SILENT_SOUND = "silent_sound"
+
+    @property
+    def message(self) -> str:
+        """For the client."""
+        return _FLAW_MESSAGES[self]
+
+
+_FLAW_MESSAGES = {
+    Flaw.BLANK_PICTURE: "The picture is one flat colour from the first frame to the last.",
+    Flaw.FROZEN_PICTURE: "The picture does not move from the first frame to the last.",
+    Flaw.SILENT_SOUND: "The sound is silent from the first frame to the last.",
 }
 
 
@@ -80,6 +107,7 @@ class ClipFacts:
     profile: str
     level: str
     audio_codec: str
+    flaws: tuple[Flaw, ...]
 
 
 class Box(NamedTuple):
@@ -90,8 +118,11 @@ class Box(NamedTuple):
     size: int
 
 
-def validate_clip(path: Path, *, width: int, height: int, num_frames: int) -> ClipFacts:
+def validate_clip(path: Path, *, width: int, height: int, num_frames: int, refuse_flaws: bool = False) -> ClipFacts:
     """Check that `path` is a finished clip of that size and length, and say what it is.
+
+    Args:
+        refuse_flaws: a clip with flaws is no clip.
 
     Raises:
         InvalidClip: the file is missing, cut short, or differs from what a clip must be; names what, and both values.
@@ -106,7 +137,9 @@ def validate_clip(path: Path, *, width: int, height: int, num_frames: int) -> Cl
             video, audio = _streams(container)
             level = _check_video_stream(video, width, height, num_frames)
             _check_audio_stream(audio, num_frames)
-            pixel_variance, audio_rms = _decode(container, video, audio, width, height, num_frames)
+            picture, sound = _decode(container, video, audio, width, height, num_frames)
+            flaws = _flaws(picture, sound)
+            _require(not (refuse_flaws and flaws), " ".join(flaw.message for flaw in flaws))
             return ClipFacts(
                 width=width,
                 height=height,
@@ -119,12 +152,13 @@ def validate_clip(path: Path, *, width: int, height: int, num_frames: int) -> Cl
                 audio_duration_seconds=float(_duration(audio)),
                 bytes=num_bytes,
                 sha256=sha256,
-                pixel_variance=pixel_variance,
-                audio_rms=audio_rms,
+                pixel_variance=picture.variance(),
+                audio_rms=sound.rms(),
                 video_codec=video.codec_context.name,
                 profile=str(video.profile),
                 level=f"{level // 10}.{level % 10}",
                 audio_codec=audio.codec_context.name,
+                flaws=flaws,
             )
     except (FFmpegError, OSError) as exc:
         raise InvalidClip(f"{path.name} cannot be read as MP4: {exc}") from exc
@@ -230,13 +264,13 @@ def _decode(
     width: int,
     height: int,
     num_frames: int,
-) -> tuple[float, float]:
-    """Decode both tracks to the end; variance of the picture and RMS of the sound."""
+) -> tuple["_Picture", "_Sound"]:
+    """Decode both tracks to the end."""
     # a decoder of its own takes the colour tags from the H.264 stream alone, not from the container
     decoder = av.CodecContext.create("h264", "r")
     decoder.extradata = video.codec_context.extradata
     decoder.thread_type = ThreadType.FRAME
-    decoder.thread_count = min(4, os.cpu_count() or 1)
+    decoder.thread_count = min(8, os.cpu_count() or 1)
     decoder.options = {"err_detect": "explode"}
     picture, sound = _Picture(_time_base(video), width, height), _Sound()
     for packet in container.demux(video, audio):
@@ -247,10 +281,18 @@ def _decode(
     picture.add(decoder.decode(None))
     _require_equal("number of frames", picture.num_frames, num_frames)
     _check_sound_length("decoding gives", sound.num_samples, num_frames)
-    pixel_variance, audio_rms = picture.variance(), sound.rms()
-    _require(pixel_variance > 0, "the picture is one flat colour from the first frame to the last")
-    _require(audio_rms > SILENCE_RMS, f"the sound is silent: RMS {audio_rms:.3g}")
-    return pixel_variance, audio_rms
+    return picture, sound
+
+
+def _flaws(picture: "_Picture", sound: "_Sound") -> tuple[Flaw, ...]:
+    flaws: list[Flaw] = []
+    if picture.variance() == 0:
+        flaws.append(Flaw.BLANK_PICTURE)
+    elif not picture.moves:
+        flaws.append(Flaw.FROZEN_PICTURE)
+    if sound.rms() <= SILENCE_RMS:
+        flaws.append(Flaw.SILENT_SOUND)
+    return tuple(flaws)
 
 
 class _Picture:
@@ -258,6 +300,9 @@ class _Picture:
 
     def __init__(self, time_base: Fraction, width: int, height: int) -> None:
         self.num_frames = 0
+        self.moves = False
+        """Whether any part of any frame differs from the first."""
+        self._first_blocks: np.ndarray | None = None
         self._time_base = time_base
         self._size = f"{width}x{height}"
         self._sums = [[0, 0, 0] for _ in range(3)]
@@ -273,11 +318,22 @@ class _Picture:
                 sums[1] += int(values.sum())
                 # no BLAS: its threads and the decoder's would wait for each other
                 sums[2] += int(np.einsum("i,i->", values, values))
+            if not self.moves:
+                self._look_for_motion(frame.planes[0])
             self.num_frames += 1
 
     def variance(self) -> float:
         """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant."""
         return sum((count * squares - total * total) / count**2 for count, total, squares in self._sums if count)
+
+    def _look_for_motion(self, luma: VideoPlane) -> None:
+        rows = np.frombuffer(memoryview(luma), np.uint8).reshape(luma.height, luma.line_size)[::_ROW_STEP]
+        height, width = rows.shape[0] // _BLOCK_ROWS, luma.width // _BLOCK_COLUMNS
+        whole = rows[: height * _BLOCK_ROWS, : width * _BLOCK_COLUMNS]
+        blocks = whole.reshape(height, _BLOCK_ROWS, width, _BLOCK_COLUMNS).mean((1, 3))
+        if self._first_blocks is None:
+            self._first_blocks = blocks
+        self.moves = bool((np.abs(blocks - self._first_blocks) > _MOVED_LEVELS).any())
 
     def _check(self, frame: av.VideoFrame) -> None:
         where = f"frame {self.num_frames}"
