@@ -203,6 +203,8 @@ struct Rows {
 
 // Finite, so that a difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
+// The reference of rows past a tile's size: their weights are 0. Products of zeros cost less power, the kernel's limit.
+constexpr float HIGHEST = 1e30f;
 // References move only when a row has outgrown its own by 2^10: the same reference divides out again, exactly.
 constexpr float MAX_GROWTH = 10.f;
 
@@ -312,8 +314,9 @@ __device__ __forceinline__ void produce(const Ring& ring, const TensorMap* keys,
     }
 }
 
-__device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u32* outputs, float log2_scale,
-                                        const int* units, int max_units, const Plan& plan, int user, int lane) {
+__device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u32* outputs, const int* sizes,
+                                        float log2_scale, const int* units, int max_units, const Plan& plan, int user,
+                                        int lane) {
     Walk walk(ring);
     Rows rows;
     // in words of two channels, within a tile
@@ -333,7 +336,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
         }
 #pragma unroll
         for (int i = 0; i < 64; i++) rows.out[i] = 0;
-        rows.reference[0] = rows.reference[1] = LOWEST;
+        const int spare = (present ? sizes[tile] : 0) - at / (DIM / 2);
+        rows.reference[0] = spare > 0 ? LOWEST : HIGHEST;
+        rows.reference[1] = spare > 8 ? LOWEST : HIGHEST;
         rows.sum[0] = rows.sum[1] = 0;
 
         const int length = plan.lengths[list * (1 + GROUP) + 1 + user];
@@ -373,10 +378,12 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
     }
 }
 
-// q, out: (heads, tiles, ROWS, DIM) bf16. units: (blocks, max_units), the (head, group) pairs of each block, -1 ends.
+// q, out: (heads, tiles, ROWS, DIM) bf16. sizes: valid rows of every tile; the others of out become 0. units: (blocks,
+// max_units), the (head, group) pairs of each block, -1 ends.
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
     attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* queries,
-           u32* outputs, const int* units, int max_units, float log2_scale, const __grid_constant__ Plan plan) {
+           u32* outputs, const int* sizes, const int* units, int max_units, float log2_scale,
+           const __grid_constant__ Plan plan) {
     extern __shared__ int scratch[];
     Ring ring;
     // opaque to the compiler, which otherwise works the base out anew at every use
@@ -396,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
         if (threadIdx.x < 32) produce(ring, &keys, &values, units, max_units, plan, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume(ring, queries, outputs, log2_scale, units, max_units, plan, warpgroup - 1, lane);
+        consume(ring, queries, outputs, sizes, log2_scale, units, max_units, plan, warpgroup - 1, lane);
     }
 }
 

@@ -70,7 +70,13 @@ def attend(
     maps = [TensorMap.of(x) for x in (k_HnBD, v_HnBD)]
     module.launch(
         "attend",
-        [*maps, pointer(q_HnBD), pointer(out_HnBD), pointer(units), ctypes.c_int(units.shape[1]), log2_scale, plan],
+        [
+            *maps,
+            *(pointer(x) for x in (q_HnBD, out_HnBD, sizes_n, units)),
+            ctypes.c_int(units.shape[1]),
+            log2_scale,
+            plan,
+        ],
         blocks=units.shape[0],
         threads=128 * (1 + GROUP),
         shared_memory=_SHARED_MEMORY,

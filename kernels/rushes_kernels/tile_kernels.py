@@ -76,7 +76,8 @@ def pack_heads(
         norm: weights of the dtype of q, angles whose number fills whole words of 16 bytes.
 
     Returns:
-        As `pack_tiles` for each of the three; the means are those of the rows as rounded.
+        As `pack_tiles` for each of the three, but that places past a tile's size are 0; the means are those of the
+        rows as rounded.
     """
     S, H, D = q_SHD.shape
     n, B = rows_nB.shape

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // What `pack` does, for q, k and v at once (blockIdx.z) and HEADS heads a block, whose rows have LANES words. Before that,
 // every row of q and k is divided by its root mean square, multiplied by the weight, and its first 2 * ROTARY words are
 // turned by the angles of its row: a word and the one ROTARY words behind it are the two coordinates. The means are those
-// of the rounded rows. cos, sin: (all rows, ROTARY * WORD) fp32. `places` is a multiple of 32.
+// of the rounded rows. Places past a tile's size become 0: they cost attention less power. cos, sin: (all rows, ROTARY * WORD) fp32. `places` is a multiple of 32.
 extern "C" __global__ void __launch_bounds__(THREADS)
     pack_heads(const void* q, const void* k, const void* v, void* q_packed, void* k_packed, void* v_packed,
                float* q_means, float* k_means, float* v_means, const void* q_weight, const void* k_weight,
@@ -68,9 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int place = threadIdx.x / LANES; place < places; place += STEP) {
         const i64 row = rows[(i64)tile * places + place];
         const i64 from = row * row_stride + word;
-        Word value[HEADS];
+        const bool valid = place < size;
+        Word value[HEADS] = {};
+        if (valid)
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) value[h].load_once(x, from + min(first + h, heads - 1) * head_stride);
+            for (int h = 0; h < HEADS; h++) value[h].load_once(x, from + min(first + h, heads - 1) * head_stride);
         float c[WORD], s[WORD];
 #pragma unroll
         for (int i = 0; i < WORD; i++) c[i] = 1.f, s[i] = 0.f;
@@ -83,7 +85,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < WORD; i++) s[i] *= sign;
         }
-        const float counts = place < size ? 1.f : 0.f;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             float a[WORD];
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (first + h < heads)
                 value[h].store(packed, (((i64)(first + h) * gridDim.x + tile) * places + place) * LANES + word);
 #pragma unroll
-            for (int i = 0; i < WORD; i++) sum[h][i] += counts * a[i];
+            for (int i = 0; i < WORD; i++) sum[h][i] += a[i];
         }
     }
     // the rows of a warp are added up first, then those of the block
