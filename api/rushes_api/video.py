@@ -249,6 +249,7 @@ RETRYABLE_ERRORS: dict[str, bool] = {
     "worker_crash": False,
     "out_of_memory": False,
     "invalid_output": True,
+    "not_finite": True,
     "media_failed": True,
     "media_process_lost": True,
     "storage_error": True,

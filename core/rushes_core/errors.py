@@ -11,6 +11,7 @@ RushesError
 ├── TransitionRefused           the job is not in a state that allows the move
 └── GenerationError             raised while a job runs, stored on the job
     ├── InvalidOutput           the clip that came out breaks its own contract
+    │   └── NotFinite           the model computed infinities or no numbers
     ├── OutOfMemory             a rank's device had no memory left
     └── WorkerLost              the rank group ended under the job
 """
@@ -82,9 +83,15 @@ class GenerationError(RushesError):
 
 
 class InvalidOutput(GenerationError):
-    """The clip that came out breaks its own contract: wrong counts, no sound, not finite, blank."""
+    """The clip that came out breaks its own contract: wrong counts, no sound, or flaws that are refused."""
 
     code = "invalid_output"
+
+
+class NotFinite(InvalidOutput):
+    """Latents, frames or samples are infinite or no numbers."""
+
+    code = "not_finite"
 
 
 class OutOfMemory(GenerationError):

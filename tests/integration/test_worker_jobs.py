@@ -156,6 +156,13 @@ class TestByProducts:
             assert variant["sha256"] == second["variants"][name]["sha256"]
 
 
+def test_blank_clip_is_stored_with_a_warning(worker: Worker, jobs: Jobs) -> None:
+    job = jobs.wait_completed(jobs.add("[blank]"))
+    assert job.attempt == 1
+    assert job.result is not None
+    assert [warning["code"] for warning in job.result["warnings"]] == ["blank_picture", "silent_sound"]
+
+
 class TestDestination:
     def test_keys_have_the_prefix_that_was_asked_for(self, worker: Worker, jobs: Jobs, settings: Settings) -> None:
         job = jobs.wait_completed(jobs.add(request={"output": {"key_prefix": "acme/spring"}}))
@@ -200,8 +207,7 @@ class TestErrors:
         [
             ("[value error on attempt 1]", "generation_failed"),
             ("[generation error on attempt 1]", "generation_failed"),
-            ("[nan on attempt 1]", "invalid_output"),
-            ("[blank on attempt 1]", "invalid_output"),
+            ("[nan on attempt 1]", "not_finite"),
             ("[missing unit on attempt 1]", "media_failed"),
         ],
     )

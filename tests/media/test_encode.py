@@ -212,11 +212,11 @@ class TestFile:
             assert clip.facts.bytes == path.stat().st_size
 
     @pytest.mark.parametrize("silent", [True, False], ids=["silent", "black"])
-    def test_a_blank_clip_never_gets_its_name(self, tmp_path: Path, silent: bool) -> None:
+    def test_a_blank_clip_never_gets_its_name_where_that_is_refused(self, tmp_path: Path, silent: bool) -> None:
         frames = moving_frames(24) if silent else flat_frames(24, (0, 0, 0))
         audio = tone(24, amplitude=0.0 if silent else 0.3)
         with pytest.raises(InvalidClip, match="silent" if silent else "flat colour"):
-            make_clip(tmp_path / "clip.mp4", frames, audio)
+            make_clip(tmp_path / "clip.mp4", frames, audio, EncoderSettings(refuse_flaws=True))
         assert list(tmp_path.iterdir()) == []
 
     def test_a_clip_given_up_leaves_nothing(self, tmp_path: Path) -> None:

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from rushes_core.errors import RushesError
 from rushes_worker.media.errors import InvalidClip
-from rushes_worker.media.validate import ClipFacts, top_level_boxes, validate_clip
+from rushes_worker.media.validate import ClipFacts, Flaw, top_level_boxes, validate_clip
 from support.media import flat_frames, grey_frames, make_clip, moving_frames, mux, num_samples, tone
 
 NUM_FRAMES = 24
 X264 = {"preset": "veryfast", "bf": "0"}
 
 
-def validate(path: Path, num_frames: int = NUM_FRAMES, width: int = 64, height: int = 64) -> ClipFacts:
-    return validate_clip(path, width=width, height=height, num_frames=num_frames)
+def validate(
+    path: Path, num_frames: int = NUM_FRAMES, width: int = 64, height: int = 64, *, refuse_flaws: bool = False
+) -> ClipFacts:
+    return validate_clip(path, width=width, height=height, num_frames=num_frames, refuse_flaws=refuse_flaws)
 
 
 def options(**changes: str) -> tuple[tuple[str, str], ...]:
@@ -110,16 +112,35 @@ class TestWrongStreams:
             validate(path)
 
     @pytest.mark.parametrize("color", [(0, 0, 0), (255, 255, 255), (13, 200, 77)], ids=str)
-    def test_a_flat_picture_is_refused(self, tmp_path: Path, color: tuple[int, int, int]) -> None:
+    def test_a_flat_picture_is_a_flaw(self, tmp_path: Path, color: tuple[int, int, int]) -> None:
         path = mux(tmp_path / "clip.mp4", flat_frames(NUM_FRAMES, color), tone(NUM_FRAMES))
+        assert validate(path).flaws == (Flaw.BLANK_PICTURE,)
         with pytest.raises(InvalidClip, match="one flat colour"):
-            validate(path)
+            validate(path, refuse_flaws=True)
+
+    @pytest.mark.parametrize("kind", ["texture", "noise"])
+    def test_a_picture_that_does_not_move_is_a_flaw(self, tmp_path: Path, kind: str) -> None:
+        noise = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
+        picture = moving_frames(1) if kind == "texture" else noise
+        # several keyframes: each encodes the picture anew
+        frames = np.ascontiguousarray(np.broadcast_to(picture, (124, 64, 64, 3)))
+        path = make_clip(tmp_path / "clip.mp4", frames)
+        assert validate(path, num_frames=124).flaws == (Flaw.FROZEN_PICTURE,)
+        with pytest.raises(InvalidClip, match="does not move"):
+            validate(path, num_frames=124, refuse_flaws=True)
+
+    def test_one_small_thing_that_moves_is_motion(self, tmp_path: Path) -> None:
+        frames = flat_frames(NUM_FRAMES, (90, 90, 90), 256, 256)
+        frames[-1, 100:116, 100:116] = 200
+        path = make_clip(tmp_path / "clip.mp4", frames)
+        assert validate(path, width=256, height=256).flaws == ()
 
     @pytest.mark.parametrize("amplitude", [0.0, 1e-7])
-    def test_silence_is_refused(self, tmp_path: Path, amplitude: float) -> None:
+    def test_silence_is_a_flaw(self, tmp_path: Path, amplitude: float) -> None:
         path = mux(tmp_path / "clip.mp4", moving_frames(NUM_FRAMES), tone(NUM_FRAMES, amplitude))
+        assert validate(path).flaws == (Flaw.SILENT_SOUND,)
         with pytest.raises(InvalidClip, match="silent"):
-            validate(path)
+            validate(path, refuse_flaws=True)
 
 
 class TestBrokenFiles:

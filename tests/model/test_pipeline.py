@@ -147,7 +147,7 @@ class TestRanks:
 
     def test_a_fault_of_one_rank_is_raised_by_all(self, checkpoint: Path) -> None:
         errors = run_ranks(fail_on_rank, 2, checkpoint, 1)
-        frames, samples = (f"InvalidOutput: decoded {what} are not finite" for what in ("frames", "samples"))
+        frames, samples = (f"NotFinite: decoded {what} are not finite" for what in ("frames", "samples"))
         assert errors == [[frames, samples]] * 2
 
     def test_ranks_that_do_not_divide_the_heads_are_refused(self, checkpoint: Path) -> None:

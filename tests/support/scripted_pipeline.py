@@ -11,7 +11,7 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [out of memory at step 3]  no device memory left; also [out of memory encoding] and [out of memory decoding]
     [large]                    the same while decoding, unless the request is for the plan that needs less memory
     [nan]                      the sound is not finite
-    [blank]                    one flat colour and silence, which no valid clip is
+    [blank]                    one flat colour and silence
     [missing unit]             the last unit is never handed over
 
 `SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail.

@@ -146,6 +146,9 @@ class Publication:
             upload.hurry()
         deadline = time.monotonic() + _BY_PRODUCT_SECONDS
         published = Published(made.facts)
+        for flaw in made.facts.flaws:
+            log.warning("clip_flawed", flaw=flaw.value)
+            published.warnings.append({"code": flaw.value, "message": flaw.message})
         for missing in made.missing:
             log.warning("by_product_missing", variant=missing.variant.name, reason=missing.reason)
             published.warnings.append(_warning(missing.variant, "could not be made"))

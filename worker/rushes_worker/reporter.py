@@ -4,7 +4,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
-from rushes_core.errors import GenerationError, InvalidOutput
+from rushes_core.errors import GenerationError, InvalidOutput, NotFinite
 
 from rushes_worker.commands import Advanced, AudioReady, Render, Stop, UnitReady
 from rushes_worker.pipeline.base import Cancelled
@@ -62,7 +62,7 @@ class RankReporter:
         if samples.dtype != np.float32 or samples.ndim != 2 or samples.shape[0] != 2:
             raise InvalidOutput(f"sound is {samples.dtype} {samples.shape}, expected float32 (2, N)", stage="decoding")
         if not np.isfinite(samples).all():
-            raise InvalidOutput("the sound has samples that are not finite", stage="decoding")
+            raise NotFinite("the sound has samples that are not finite", stage="decoding")
         path = self._command.directory / "audio.npy"
         try:
             np.save(path, samples, allow_pickle=False)

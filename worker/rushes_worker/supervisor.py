@@ -87,7 +87,12 @@ class Supervisor:
         )
         self._ledger = Ledger(settings, replica_id=self._replica_id, model=model)
         self._hints = HintListener(settings, replica_id=self._replica_id, on_hint=self._on_hint)
-        encoder = EncoderSettings(settings.encoder_preset, settings.encoder_crf, settings.audio_bitrate)
+        encoder = EncoderSettings(
+            settings.encoder_preset,
+            settings.encoder_crf,
+            settings.audio_bitrate,
+            refuse_flaws=settings.flawed_clips == "fail",
+        )
         self._media = MediaPool(lambda: MediaProcess(encoder))
         self._spool = Spool(max_jobs=settings.spool_jobs, max_bytes=settings.spool_bytes, on_change=self._poke)
         self._crashes = Crashes(settings.drain_after_crashes)

@@ -61,6 +61,8 @@ class EncoderSettings:
     """Fixed, never the number of cores: the encoder's output depends on it."""
     keyframe_interval: int = 48
     """Frames between keyframes at most: how far a seek has to decode."""
+    refuse_flaws: bool = False
+    """A clip that is blank, frozen or silent all along is no clip."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -194,7 +196,7 @@ class ClipEncoder:
 
         Raises:
             ValueError: frames or sound are missing.
-            InvalidClip: the file is not the clip that was asked for; a blank picture and silence count.
+            InvalidClip: the file is not the clip that was asked for, or has flaws that the settings refuse.
             MediaError: encoder, muxer or disk failed.
         """
         self._check_open()
@@ -209,7 +211,13 @@ class ClipEncoder:
         try:
             self._packets += self._video.encode(None)
             self._write()
-            self.facts = validate_clip(partial, width=width, height=height, num_frames=self._num_frames)
+            self.facts = validate_clip(
+                partial,
+                width=width,
+                height=height,
+                num_frames=self._num_frames,
+                refuse_flaws=self._settings.refuse_flaws,
+            )
             _sync(partial)
             partial.replace(self.path)
             _sync(self.path.parent)

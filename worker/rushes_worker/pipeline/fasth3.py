@@ -15,7 +15,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from rushes_core.clip import Clip
-from rushes_core.errors import InvalidOutput, InvalidRequest
+from rushes_core.errors import InvalidRequest, NotFinite
 from rushes_core.prompt import PromptTokenizer
 from torch import Tensor
 
@@ -128,7 +128,7 @@ class FastH3Pipeline:
         Raises:
             Cancelled: as the reporter raised it at a boundary.
             InvalidRequest: the prompt, the size or the length cannot be rendered; on all ranks.
-            InvalidOutput: latents, frames or samples are not finite; on all ranks.
+            NotFinite: latents, frames or samples are not finite; on all ranks.
         """
         shape = ClipShape.plan(request, self._config, self._video_vae.config.spatial_compression)
         token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
@@ -233,7 +233,7 @@ class FastH3Pipeline:
             after_step,
         )
         if not (audio_rows.isfinite().all() and video_rows.isfinite().all()):
-            raise InvalidOutput("the denoised latents are not finite", stage="denoising")
+            raise NotFinite("the denoised latents are not finite", stage="denoising")
         return audio_rows, video_rows
 
     def _decode_video(
@@ -281,11 +281,11 @@ class FastH3Pipeline:
     def _hand_over(self, outbound: "_Outbound", reporter: Reporter) -> None:
         """
         Raises:
-            InvalidOutput: what some rank decoded in that round is not finite; on all ranks.
+            NotFinite: what some rank decoded in that round is not finite; on all ranks.
         """
         outbound.wait()
         if self._parallel.any(not outbound.is_finite):
-            raise InvalidOutput(f"decoded {outbound.what} are not finite", stage="decoding")
+            raise NotFinite(f"decoded {outbound.what} are not finite", stage="decoding")
         if outbound.values is None:
             return
         if outbound.what == "samples":
