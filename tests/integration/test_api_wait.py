@@ -228,6 +228,37 @@ class TestSync:
             assert video_id in response.json()["error"]["message"]
             assert client.get(f"/v1/videos/{video_id}").json()["status"] == "queued"
 
+    def test_a_store_that_is_away_does_not_have_the_job_made_again(
+        self, api_settings: Settings, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
+    ) -> None:
+        settings = api_settings.model_copy(update={"s3_endpoint_url": "http://127.0.0.1:1"})
+        with ThreadedApi(settings) as api, connected(api.url) as client:
+            for key, may_retry in ({}, "false"), ({"Idempotency-Key": "stored"}, "true"):
+                answer = later(client.post, "/v1/videos/sync", json=REQUEST, headers=key)
+                wait_until(lambda: num_waiting(api))
+                driver.complete(queued(client)["id"], b"clip", tmp_path)
+                response = answer.result()
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "storage_unavailable")
+                assert response.headers["x-should-retry"] == may_retry
+
+    def test_a_database_that_goes_away_leaves_the_job_as_it_is(
+        self, api_settings: Settings, driver: JobDriver, later: Callable[..., Any]
+    ) -> None:
+        settings, rows = api_settings.model_copy(update={"sync_timeout_seconds": 3}), Jobs(api_settings)
+        with ThreadedApi(settings) as api, connected(api.url) as client:
+            sync = later(client.post, "/v1/videos/sync", json=REQUEST)
+            wait_until(lambda: num_waiting(api) == 1)
+            video_id = queued(client)["id"]
+            prefer = later(client.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=3"})
+            wait_until(lambda: num_waiting(api) == 2)
+            with rows.outage():
+                failed, shown = sync.result(), prefer.result()
+            assert (failed.status_code, failed.json()["error"]["code"]) == (503, "database_unavailable")
+            assert (failed.headers["x-video-id"], failed.headers["x-should-retry"]) == (video_id, "false")
+            # that it was accepted is known, whatever cannot be asked now
+            assert (shown.status_code, shown.json()["status"]) == (200, "queued")
+        rows.close()
+
     def test_a_job_outlives_its_client(self, http: httpx.Client, api: ThreadedApi) -> None:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/videos/sync", json=REQUEST, timeout=1)

@@ -41,8 +41,6 @@ class NotInTime(ApiError):
         super().__init__(
             f"{job.id} is still {job.state.public_status}. It goes on: ask GET /v1/videos/{job.id} for it.",
             details=[{"loc": ["id"], "msg": job.id}],
-            # another POST would be another job
-            headers={"x-should-retry": "false"},
         )
 
 
@@ -66,6 +64,9 @@ async def create_and_fetch(
         response = await accepted(request, caller=caller, key=key, sent=sent, state=state, view=view)
         video_id = video_id_of(response)
         send_headers(request, {"x-video-id": video_id})
+        if key is None:
+            # whatever comes now, to send the request again would make another job
+            send_headers(request, {"x-should-retry": "false"})
         job = await until_over(video_id, seat, request, state=state, project=caller.project, seconds=seconds)
     job = visible(job, video_id)
     if not job.state.is_final:
