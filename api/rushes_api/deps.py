@@ -1,5 +1,6 @@
 """What endpoints ask for: the session, the caller's project, the job in the path, the served model, the store."""
 
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Annotated, Any, TypedDict, cast
 
@@ -179,22 +180,38 @@ SCOPES_NEEDED: dict[Callable[..., Any], str] = {
 """The scope that each dependency asks for; `videos` is `videos:read` or `videos:write`."""
 
 
+_NOT_YET = dict.fromkeys(("batch_id", "campaign_id", "custom_id"), "there are no batches in this release")
+_IN_MAP = re.compile(r"(\w+)\[.*\]", re.DOTALL)
+
+
 def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
-    """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones."""
+    """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones.
+
+    `metadata[]` in `names` stands for every `metadata[key]`.
+    """
 
     async def parameters(request: Request) -> Mapping[str, str]:
         values: dict[str, str] = {}
         for name, value in request.query_params.multi_items():
-            shown_name = printable(name)
-            if name not in names:
-                raise ApiError(f"unknown query parameter: {shown_name}", param=shown_name, code="unknown_parameter")
+            in_map = _IN_MAP.fullmatch(name)
+            if (name if in_map is None else f"{in_map[1]}[]") not in names:
+                raise _unknown_parameter(name)
             if name in values:
+                shown_name = printable(name)
                 raise ApiError(f"{shown_name} is given twice", param=shown_name, code="duplicate_parameter")
             values[name] = value
         return values
 
     QUERY_NAMES[parameters] = names
     return parameters
+
+
+def _unknown_parameter(name: str) -> ApiError:
+    shown_name = printable(name)
+    message = (
+        f"{name} is not available: {_NOT_YET[name]}" if name in _NOT_YET else f"unknown query parameter: {shown_name}"
+    )
+    return ApiError(message, param=shown_name, code="unknown_parameter")
 
 
 NoQuery = Annotated[Mapping[str, str], Depends(query())]

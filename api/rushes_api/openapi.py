@@ -156,6 +156,7 @@ _REQUEST_ID: Object = {
     "schema": {"type": "string"},
 }
 
+_TIME: Object = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
 _QUERY: dict[str, Object] = {
     "after": {"description": "Id of the last one of the page before"},
     "limit": {
@@ -164,8 +165,29 @@ _QUERY: dict[str, Object] = {
     },
     "order": {"description": "By creation, the newest or the oldest first", "schema": {"enum": ["asc", "desc"]}},
     "status": {
-        "description": "Only those with this status",
-        "schema": {"enum": ["queued", "in_progress", "completed", "failed", "cancelled", "expired"]},
+        "description": "Only those with one of these statuses",
+        "style": "form",
+        "explode": False,
+        "schema": {
+            "type": "array",
+            "minItems": 1,
+            "items": {"enum": ["queued", "in_progress", "completed", "failed", "cancelled", "expired"]},
+        },
+    },
+    "model": {"description": "Only those of this model", "schema": {"type": "string", "minLength": 1}},
+    "created_after": {"description": "Only those that were created in a later second", "schema": _TIME},
+    "created_before": {"description": "Only those that were created in an earlier second", "schema": _TIME},
+    "metadata[]": {
+        "name": "metadata",
+        "description": "Only those whose metadata has all of these pairs: `metadata[key]=value`",
+        "style": "deepObject",
+        "explode": True,
+        "schema": {
+            "type": "object",
+            "maxProperties": 16,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": {"type": "string", "maxLength": 512},
+        },
     },
     "compat": {
         "description": "`openai`: show `cancelled` and `expired` as `failed`, with the same `error.code`",

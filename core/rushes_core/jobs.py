@@ -492,12 +492,6 @@ def get(job_id: str, *, project: str) -> Select[Job]:
     return select(Job).where(Job.id == job_id, Job.project == project)
 
 
-def listed(*, project: str, states: tuple[JobState, ...] | None = None) -> Select[Job]:
-    """The jobs that a project sees, in no order."""
-    statement = select(Job).where(Job.project == project, Job.deleted_at.is_(None))
-    return statement if states is None else statement.where(Job.state.in_(states))
-
-
 def attempts(job_id: str) -> Select[JobAttempt]:
     return select(JobAttempt).where(JobAttempt.job_id == job_id).order_by(JobAttempt.fence)
 

@@ -1,9 +1,7 @@
 """Whose job is claimed next on real Postgres, and the plan that finds it among many."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from rushes_core.models import Job
 from rushes_core.settings import Settings
 from sqlalchemy import Connection, Engine, func, text
 from support.job_rows import MODEL, JobRows
+from support.plans import executed_plan, generic_plan, rows_read, scans
 from support.stack import SharedStack
 
 TABLES = "jobs, job_attempts, job_events, outbox, project_shares, replicas"
@@ -143,12 +142,7 @@ class TestPlan:
 
     def test_a_claim_looks_at_few_rows(self, filled: Connection) -> None:
         plan = executed_plan(filled, jobs.claim(model=MODEL, owner="w", lease_seconds=30))
-        rows_read = sum(
-            (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
-            for node in scans(plan)
-            if node.get("Relation Name") == "jobs"
-        )
-        assert 0 < rows_read < 20
+        assert 0 < rows_read(plan, "jobs") < 20
 
 
 _FILL = """
@@ -163,30 +157,3 @@ SELECT 'video_' || i, 'project-' || i % 50, :model, i % 3, 'x', 1, 480, 480, 107
     CASE WHEN i % 1000 = 2 THEN now() + interval '1 day' END
 FROM generate_series(1, 30000) AS i
 """
-
-
-def generic_plan(connection: Connection, statement: Any) -> dict[str, Any]:
-    """The plan that a statement gets when it has been prepared often enough: without a look at its parameters."""
-    compiled = statement.compile(connection, compile_kwargs={"render_postcompile": True})
-    numbers = {name: number for number, name in enumerate(compiled.params, 1)}
-
-    def placeholder(match: re.Match[str]) -> str:
-        cast = "::interval" if isinstance(compiled.params[match[1]], timedelta) else ""
-        return f"${numbers[match[1]]}{cast}"
-
-    numbered = re.sub(r"%\((\w+)\)s", placeholder, str(compiled))
-    return connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN, FORMAT JSON) {numbered}").scalar_one()[0]["Plan"]
-
-
-def executed_plan(connection: Connection, statement: Any) -> dict[str, Any]:
-    """The plan with what each node did."""
-    compiled = statement.compile(connection)
-    explained = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {compiled}", dict(compiled.params))
-    return explained.scalar_one()[0]["Plan"]
-
-
-def scans(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every node of a plan, from the top."""
-    yield node
-    for child in node.get("Plans", ()):
-        yield from scans(child)

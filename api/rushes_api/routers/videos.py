@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import jobs
 from rushes_core.ids import is_video_id
-from rushes_core.models import Job
+from rushes_core.listing import page
 from rushes_core.request import ResolvedRequest
 from rushes_core.states import JobState
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -29,10 +29,11 @@ from rushes_api.deps import (
     query,
 )
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.quota import check_priority
 from rushes_api.validation import VideoValidation, draft_of, estimate_of, validation_of
 from rushes_api.video import Video, is_held, poll_after_ms
+from rushes_api.video_filters import FILTER_PARAMETERS, filters_of
 from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
 
@@ -99,13 +100,19 @@ async def validate_video(
 @router.get("", response_model=VideoList)
 async def list_videos(
     project: CurrentProject,
-    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, *VIEW_PARAMETERS, "status"))],
+    parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, *VIEW_PARAMETERS, *FILTER_PARAMETERS))],
     session: Session,
     view: CurrentView,
 ) -> Response:
     wanted = wanted_page(parameters, key_of=_video_id, what="a video")
-    statement = jobs.listed(project=project, states=_states(parameters.get("status"), view))
-    rows = (await session.execute(wanted.rows(statement, Job.id))).scalars().all()
+    statement = page(
+        project=project,
+        filters=filters_of(parameters, view.states_of),
+        after=wanted.after,
+        limit=wanted.limit,
+        descending=wanted.descending,
+    )
+    rows = (await session.execute(statement)).scalars().all()
     return answer(VideoList.of(rows, view.video, limit=wanted.limit))
 
 
@@ -142,10 +149,3 @@ async def delete_video(
 
 def _video_id(text: str) -> str | None:
     return text if is_video_id(text) else None
-
-
-def _states(text: str | None, view: View) -> tuple[JobState, ...] | None:
-    if text is None:
-        return None
-    words = tuple(dict.fromkeys(state.public_status for state in JobState))
-    return view.states_of(one_of("status", text, words))
