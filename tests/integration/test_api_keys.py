@@ -188,6 +188,7 @@ class TestKeys:
             response = client.post(f"/v1/api_keys{path}", json={"name": "a"} if not path else {}, headers=header)
             assert code_of(response, 400) == "invalid_value"
             assert response.json()["error"]["param"] == "Idempotency-Key"
+            assert client.post(f"/v1/api_keys{path}", headers={**header, "Authorization": ""}).status_code == 401
 
     def test_keys_are_listed_newest_first_and_by_project(self, client: TestClient) -> None:
         create_project(client, "listed")
@@ -199,6 +200,7 @@ class TestKeys:
         rest = client.get("/v1/api_keys", params={"project": "listed", "after": made[1]}).json()
         assert [one["id"] for one in rest["data"]] == [made[0]]
         assert code_of(client.get("/v1/api_keys?project=A"), 400) == "invalid_value"
+        assert code_of(client.get("/v1/api_keys?project=none"), 404) == "project_not_found"
         assert code_of(client.get("/v1/api_keys?after=video_1"), 400) == "invalid_value"
 
     def test_a_change_says_what_is_to_change(self, client: TestClient) -> None:
@@ -313,6 +315,22 @@ class TestRotationAndRevocation:
             wait_until(lambda: status(ended) == 401)
             wait_until(lambda: status(changed) == 403)
             wait_until(lambda: status(turned) == 401)
+        log = other.log.read_text()
+        assert not any(key["secret"] in log for key in (ended, changed, turned, after))
+
+    def test_what_operators_do_to_keys_is_logged_without_secrets(self, client: TestClient) -> None:
+        with capture_logs() as logs:
+            key = create_key(client)
+            path = f"/v1/api_keys/{key['id']}"
+            client.patch(path, json={"max_queued": 5})
+            rotated = client.post(f"{path}/rotate").json()
+            client.post(f"{path}/revoke")
+        by = client.get("/v1/api_keys/me").json()["id"]
+        told = [line for line in logs if line.get("api_key") == key["id"]]
+        events_told = [line["event"] for line in told]
+        assert events_told == ["api_key_created", "api_key_changed", "api_key_rotated", "api_key_revoked"]
+        assert {line["by"] for line in told} == {by}
+        assert not any(secret in str(logs) for secret in (key["secret"], rotated["secret"]))
 
     def test_unknown_revoked_and_expired_keys_get_the_same_answer(self, client: TestClient, driver: JobDriver) -> None:
         revoked, expired = create_key(client), create_key(client, expires_at=int(datetime.now(UTC).timestamp()) + 600)
@@ -353,7 +371,7 @@ class TestScopes:
                 if self.needed(method, path) == missing:
                     response = client.request(method, path.replace("{", "").replace("}", ""), headers=header)
                     assert code_of(response, 403) == "insufficient_scope", (method, path)
-                    assert missing in response.json()["error"]["message"]
+                    assert missing in response.json()["error"]["message"], (method, path)
                     assert response.headers["x-request-id"] == response.json()["error"]["request_id"]
 
     def test_admin_is_every_scope(self, client: TestClient) -> None:

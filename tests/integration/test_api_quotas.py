@@ -115,6 +115,12 @@ class TestMaxQueued:
         assert client.post(f"/v1/videos/{failed['id']}/retry", headers=bearer(other)).status_code == 200
         refused(post(client, key), 429, "queue_full")
 
+    def test_a_remix_takes_a_place(self, client: TestClient) -> None:
+        key = create_key(client, max_queued=1)
+        waiting = accept(client, key)
+        response = client.post(f"/v1/videos/{waiting['id']}/remix", json={"prompt": "a cat"}, headers=bearer(key))
+        refused(response, 429, "queue_full")
+
     def test_a_changed_limit_counts_what_waits_already(self, client: TestClient) -> None:
         key = create_key(client)
         for _ in range(3):

@@ -11,6 +11,7 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import PRIORITIES, printable, shown
 from rushes_core.ids import is_key_id
+from rushes_core.log import get_logger
 from rushes_core.models import ApiKey, ApiKeyUsage
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -20,6 +21,8 @@ from rushes_api.deps import AdminCaller, AnyCaller, AppState, NoQuery, Session, 
 from rushes_api.errors import ApiError
 from rushes_api.once import Call, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+
+log = get_logger(__name__)
 
 router = APIRouter(prefix="/v1/api_keys", tags=["api keys"])
 
@@ -68,7 +71,7 @@ def _object(row: tuple[ApiKey, ApiKeyUsage | None]) -> KeyObject:
     return KeyObject(**keys.describe(*row))
 
 
-async def _refuse_idempotency_key(request: Request) -> None:
+async def _refuse_idempotency_key(request: Request, caller: AnyCaller) -> None:
     if "idempotency-key" in request.headers:
         raise ApiError(
             "Idempotency-Key is not supported here: answers are kept for it, and this one holds a secret. If an answer "
@@ -112,7 +115,9 @@ async def create_api_key(
         return KeyWithSecret(**keys.describe(key, None), secret=secret.text)
 
     call = Call(caller, "POST /v1/api_keys", None, "")
-    return await take_effect(call, create, request=request, sessions=state["sessions"])
+    answer = await take_effect(call, create, request=request, sessions=state["sessions"])
+    log.info("api_key_created", api_key=values["id"], project=wanted.project, by=caller.api_key)
+    return answer
 
 
 @router.get("")
@@ -126,6 +131,8 @@ async def list_api_keys(
     if "project" in parameters:
         if not keys.is_project(parameters["project"]):
             raise ApiError(f"project must be the name of one, got {shown(parameters['project'])}", param="project")
+        if (await session.execute(keys.project(parameters["project"]))).first() is None:
+            raise no_such_project(parameters["project"])
         statement = statement.where(ApiKey.project == parameters["project"])
     rows = (await session.execute(wanted.rows(statement, ApiKey.id))).all()
     return KeyList.of(rows, _object, limit=wanted.limit)
@@ -161,6 +168,7 @@ async def change_api_key(
     call = Call(caller, f"PATCH /v1/api_keys/{key_id}", None, "", is_harmless=True)
     answer = await take_effect(call, change, request=request, sessions=state["sessions"])
     state["keys"].forget()
+    log.info("api_key_changed", api_key=key_id, fields=sorted(values), by=caller.api_key)
     return answer
 
 
@@ -187,6 +195,7 @@ async def rotate_api_key(
     call = Call(caller, f"POST /v1/api_keys/{key_id}/rotate", None, "")
     answer = await take_effect(call, rotate, request=request, sessions=state["sessions"])
     state["keys"].forget()
+    log.info("api_key_rotated", api_key=key_id, by=caller.api_key)
     return answer
 
 
@@ -204,6 +213,7 @@ async def revoke_api_key(
     call = Call(caller, f"POST /v1/api_keys/{key_id}/revoke", None, "", is_harmless=True)
     answer = await take_effect(call, revoke, request=request, sessions=state["sessions"])
     state["keys"].forget()
+    log.info("api_key_revoked", api_key=key_id, by=caller.api_key)
     return answer
 
 
