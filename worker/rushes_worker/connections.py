@@ -4,9 +4,10 @@ import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import psycopg
-from psycopg import Connection
+from psycopg import Connection, Cursor, RawCursor
 from psycopg.rows import DictRow, dict_row
 from rushes_core.database import connect_arguments
 from rushes_core.settings import Settings
@@ -53,7 +54,9 @@ class Connections:
             if not _has_ended(connection):
                 return connection
             connection.close()
-        return Connection[DictRow].connect(**self._arguments, autocommit=True, row_factory=dict_row)
+        connection = Connection[DictRow].connect(**self._arguments, autocommit=True, row_factory=dict_row)
+        connection.cursor_factory = cast("type[Cursor[DictRow]]", RawCursor)
+        return connection
 
 
 def _has_ended(connection: Connection[DictRow]) -> bool:
