@@ -81,7 +81,8 @@ def test_a_session(service: Service, keys: dict[str, str], line: int) -> None:
     assert answers["videos.list"] == [True]
     assert answers["videos.list (every page)"] == NUM_LISTED
     assert answers["models.list"] == ["model"]
-    assert len(answers) == 10
+    assert answers["extra_body"] == [{"take": "1"}, "bulk", True]
+    assert len(answers) == 11
 
     errors = {one["call"]: one for one in lines if "error" in one}
     assert {call: (one["error"], one["status"], one["code"]) for call, one in errors.items()} == {

@@ -57,9 +57,23 @@ def main(base_url: str, keys: dict[str, str]) -> None:
     later = told(
         "videos.create",
         lambda: client.videos.create(
-            **wanted, extra_body={"metadata": {"take": "1"}, "not_before": time.time() + 86_400}
+            **wanted,
+            extra_body={
+                "metadata": {"take": "1"},
+                "not_before": time.time() + 86_400,
+                "target": {"short_edge": 480, "aspect_ratio": "1:1", "duration_seconds": 4.0},
+                "conditions": [],
+                "output": {"thumbnail": False, "key_prefix": "a/b"},
+                "retention": {"anchor": "created_at", "seconds": 7_200},
+                "priority": 10,
+            },
         ),
         video,
+    )
+    told(
+        "extra_body",
+        lambda: client.videos.retrieve(later.id),
+        lambda one: [one.metadata, one.priority, 7_199 < one.expires_at - one.created_at < 7_202],
     )
     told("videos.retrieve", lambda: client.videos.retrieve(later.id), video)
     told("videos.download_content (409)", lambda: client.videos.download_content(later.id), repr)
