@@ -80,7 +80,7 @@ _TAGS = {
     "projects": "Whose jobs are apart from each other's, for operators",
     "api keys": "Who may send requests, and how many",
     "webhooks": "Who is told of what happens to jobs, and how that went",
-    "health": "For load balancers and supervisors",
+    "health": "For load balancers, supervisors and Prometheus",
 }
 
 _ERRORS = {
@@ -131,6 +131,10 @@ _HEADERS: Object = {
     "Idempotent-Replayed": {
         "description": "`true`: this was answered before, to a request with the same `Idempotency-Key`",
         "schema": {"type": "string", "const": "true"},
+    },
+    "Preference-Applied": {
+        "description": "`wait=N`: the answer waited for the end of the job, or N seconds",
+        "schema": {"type": "string", "pattern": "^wait=[0-9]+$"},
     },
     "x-should-retry": {
         "description": "Whether sending the same request again may help; the `openai` SDK obeys it",
@@ -217,6 +221,12 @@ _QUERY_OF_DELIVERIES: dict[str, Object] = {
         "schema": {"enum": ["pending", "delivering", "delivered", "failed", "cancelled"]},
     },
 }
+_QUERY_OF_QUEUE: dict[str, Object] = {
+    "project": {
+        "description": "Another project than the key's own, or `*` for all; needs the scope `admin`",
+        "schema": {"type": "string", "pattern": rf"^\*$|{PROJECT}"},
+    }
+}
 _AFTER = {
     "/v1/videos": VIDEO_ID,
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
@@ -293,7 +303,7 @@ def _complete(operation: Object, route: APIRoute, method: str, schemas: Object) 
         needed = "Any API key will do." if "" in scopes else f"Needs the scope `{_scope(scopes[0], method)}`."
         operation["description"] = "\n\n".join(filter(None, [operation.get("description", ""), needed]))
     else:
-        operation["security"] = []
+        operation.setdefault("security", [])
     if "requestBody" in operation:
         _complete_body(operation["requestBody"], schemas)
     _complete_responses(operation, has_body=method in ("POST", "PATCH"), has_key=bool(scopes))
@@ -310,7 +320,11 @@ def _calls(dependant: Dependant) -> Iterator[Any]:
 
 
 def _query_parameter(name: str, path: str) -> Object:
-    known = _QUERY | _QUERY_OF_DELIVERIES if path == "/v1/webhook_deliveries" else _QUERY
+    known = _QUERY
+    if path == "/v1/webhook_deliveries":
+        known = _QUERY | _QUERY_OF_DELIVERIES
+    elif path.startswith("/v1/queue"):
+        known = _QUERY | _QUERY_OF_QUEUE
     about: Object = {"schema": {"type": "string"}, **known.get(name, {})}
     if name == "after" and path in _AFTER:
         about["schema"] = {"type": "string", "pattern": _AFTER[path]}
@@ -387,6 +401,8 @@ def _complete_success(response: Object, operation: Object, names: set[Any]) -> N
     headers = response["headers"]
     if "Idempotency-Key" in names:
         headers["Idempotent-Replayed"] = {"$ref": "#/components/headers/Idempotent-Replayed"}
+    if "Prefer" in names:
+        headers["Preference-Applied"] = {"$ref": "#/components/headers/Preference-Applied"}
     if operation["operationId"] == "get_video":
         headers["openai-poll-after-ms"] = {"$ref": "#/components/headers/openai-poll-after-ms"}
     if operation.get("security") != []:

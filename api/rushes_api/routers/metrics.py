@@ -9,7 +9,7 @@ from rushes_core import keys
 from rushes_api.deps import AppState, NoQuery
 from rushes_api.errors import InsufficientScope
 
-router = APIRouter(tags=["service"])
+router = APIRouter(tags=["health"])
 
 
 async def _may_scrape(request: Request, state: AppState) -> None:
@@ -21,13 +21,26 @@ async def _may_scrape(request: Request, state: AppState) -> None:
 
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"},
+    401: {},
+    403: {},
+    503: {},
 }
+_SECURITY: dict[str, Any] = {"security": [{"bearer": []}, {}]}
 
 
-@router.get("/metrics", response_class=Response, responses=_RESPONSES, dependencies=[Depends(_may_scrape)])
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses=_RESPONSES,
+    dependencies=[Depends(_may_scrape)],
+    openapi_extra=_SECURITY,
+)
 async def get_metrics(parameters: NoQuery, state: AppState) -> Response:
-    """Requests of this process, and the queue and the replicas as the database has them."""
+    """Requests of this process, and the queue and the replicas as the database has them.
+
+    Needs the scope `admin`, or no key where the deployment says so.
+    """
     text = await state["metrics"].text(
         state["sessions"],
         num_waiting=state["watcher"].num_waiting,

@@ -75,26 +75,17 @@ async def _is_there(project: str, state: State) -> bool:
 
 
 WantedProject = Annotated[str, Depends(_project)]
-_PROJECT: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "project",
-            "in": "query",
-            "description": "Another project than the key's own, or `*` for all; needs the scope `admin`",
-            "schema": {"type": "string"},
-        }
-    ]
-}
+_RESPONSES: dict[int | str, dict[str, Any]] = {404: {"description": "There is no such project"}}
 
 
-@router.get("", openapi_extra=_PROJECT)
+@router.get("", responses=_RESPONSES)
 async def get_queue(project: WantedProject, state: AppState) -> QueueObject:
     """What waits and runs, by class and by what it waits for."""
     async with state["sessions"].begin() as session:
         return await _view(project, session, state)
 
 
-@router.post("/pause", response_model=QueueObject, dependencies=[NO_BODY], openapi_extra=_PROJECT)
+@router.post("/pause", response_model=QueueObject, dependencies=[NO_BODY], responses=_RESPONSES)
 async def pause_queue(request: Request, caller: CurrentCaller, project: WantedProject, state: AppState) -> Response:
     """Have no more jobs start until the queue is resumed. What a worker holds already goes on."""
 
@@ -105,7 +96,7 @@ async def pause_queue(request: Request, caller: CurrentCaller, project: WantedPr
     return await _change(pause, "pause", request=request, caller=caller, state=state)
 
 
-@router.post("/resume", response_model=QueueObject, dependencies=[NO_BODY], openapi_extra=_PROJECT)
+@router.post("/resume", response_model=QueueObject, dependencies=[NO_BODY], responses=_RESPONSES)
 async def resume_queue(request: Request, caller: CurrentCaller, project: WantedProject, state: AppState) -> Response:
     """Let jobs start again. A project stays paused while all are."""
 

@@ -26,6 +26,8 @@ _ID_HEADER = {"x-video-id": {"schema": {"type": "string"}, "description": "Id of
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {}}, "description": "The clip", "headers": _ID_HEADER},
     303: {"description": "Where the clip lies", "headers": _ID_HEADER},
+    404: {"description": "The model is not served, or the clip was lost from the store"},
+    410: {"description": "The job was deleted, or its clip was removed", "headers": _ID_HEADER},
     409: {"description": "The job ended without a clip", "headers": _ID_HEADER},
     504: {"description": "The job goes on, but not within this request", "headers": _ID_HEADER},
 }
