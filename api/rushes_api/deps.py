@@ -147,8 +147,8 @@ def visible(job: Job | None, video_id: str) -> Job:
 
 
 async def _job(video_id: str, project: CurrentProject, state: AppState) -> Job:
-    found = await state["lookup"].job(video_id) if is_video_id(video_id) else None
-    return visible(found if found is None or found.project == project else None, video_id)
+    found = await state["lookup"].job(video_id, project=project) if is_video_id(video_id) else None
+    return visible(found, video_id)
 
 
 CurrentJob = Annotated[Job, Depends(_job)]

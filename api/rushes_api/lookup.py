@@ -40,13 +40,14 @@ class Lookup:
         self._places = _Batches(settings, _count_ahead, lines=1)
         self._kept: dict[_Place, tuple[int, float]] = {}
 
-    async def job(self, job_id: str) -> Job | None:
-        """The job with this id, of whatever project, deleted or not.
+    async def job(self, job_id: str, *, project: str) -> Job | None:
+        """The job of this project with this id, deleted or not. For one of another project the database has no more to
+        read and to send than for one that never existed: it takes no longer either.
 
         Raises:
             Unavailable, psycopg.Error: the database did not answer, in time or at all.
         """
-        row = await self._jobs.ask(job_id)
+        row = await self._jobs.ask((job_id, project))
         return None if row is None else _job_of(row)
 
     async def num_ahead(self, job: Job) -> int:
@@ -187,13 +188,15 @@ def _give_up(answer: "asyncio.Future[Any]") -> None:
 
 
 _NAMES = tuple(column.key for column in class_mapper(Job).column_attrs)
-_FIND = f"SELECT {', '.join(_NAMES)} FROM jobs WHERE id = ANY(%s)"
+_FIND = f"""
+SELECT {", ".join(_NAMES)} FROM jobs JOIN unnest(%s::text[], %s::text[]) AS asked (id, project) USING (id, project)
+"""
 
 
-async def _find_jobs(line: _Line, job_ids: list[str]) -> dict[str, _Row]:
-    (rows,) = await line.fetch(_FIND, [(job_ids,)])
-    at = _NAMES.index("id")
-    return {row[at]: row for row in rows}
+async def _find_jobs(line: _Line, asked: list[tuple[str, str]]) -> dict[tuple[str, str], _Row]:
+    (rows,) = await line.fetch(_FIND, [tuple(map(list, zip(*asked, strict=True)))])
+    id_at, project_at = _NAMES.index("id"), _NAMES.index("project")
+    return {(row[id_at], row[project_at]): row for row in rows}
 
 
 def _job_of(row: _Row) -> Job:

@@ -1,5 +1,6 @@
 """Nothing of one project shows to another: by no route, filter, cursor, idempotency key, count or pause."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_api import lookup
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
+from rushes_core.settings import Settings
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
@@ -112,6 +115,21 @@ class TestForeignIds:
                 for video_id in theirs.jobs.values():
                     assert answer(video_id) == never, (method, path)
         assert rows(driver, theirs.project) == before
+
+    def test_the_database_sends_nothing_of_a_foreign_job(
+        self, api_settings: Settings, mine: Tenant, theirs: Tenant
+    ) -> None:
+        """What is not sent takes no time, which would tell that it is there."""
+
+        async def found() -> set[tuple[str, str]]:
+            line = lookup._Line(api_settings)  # pyright: ignore[reportPrivateUsage]
+            try:
+                asked = [(video_id, mine.project) for video_id in (*mine.jobs.values(), *theirs.jobs.values())]
+                return set(await lookup._find_jobs(line, asked))  # pyright: ignore[reportPrivateUsage]
+            finally:
+                await line.close()
+
+        assert asyncio.run(found()) == {(video_id, mine.project) for video_id in mine.jobs.values()}
 
     def test_both_keys_of_a_project_see_its_jobs(self, client: TestClient, theirs: Tenant) -> None:
         for key in (theirs.first, theirs.second):
