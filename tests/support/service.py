@@ -1,7 +1,7 @@
 """A running Rushes for tests: API, dispatcher and worker as processes of their own, on the session's servers."""
 
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -181,8 +181,12 @@ class Service:
         job = self.jobs.get(video_id)
         bucket = self.settings.s3_bucket
         listed = self._bucket.list_objects_v2(Bucket=bucket, Prefix=job_prefix(job.project, job.id))
-        keys = [item["Key"] for item in listed.get("Contents", ())]
-        return {key: self._bucket.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+        stored: dict[str, bytes] = {}
+        for item in listed.get("Contents", ()):
+            # what is being removed may be gone by now
+            with suppress(self._bucket.exceptions.NoSuchKey):
+                stored[item["Key"]] = self._bucket.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+        return stored
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
