@@ -1,14 +1,11 @@
 """projects and API keys, holds, pauses, measured times
 
-Revision: 71c5a0e8d3f6, after b60f3d9a2e78. The previous release is still running while this one runs: its claims only
-become slower and take jobs that are held, which it does not know of.
+Revision: 71c5a0e8d3f6, after b60f3d9a2e78. The previous release is still running while this one runs: its claims take
+jobs that are held, which it does not know of.
 
-Indexes are built without keeping writers out. A run that was broken off leaves an invalid one: the next run begins
-by dropping it.
+Rows are read before the first lock that keeps writers out is taken; what follows it takes no time.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,8 +17,6 @@ down_revision = "b60f3d9a2e78"
 branch_labels = None
 depends_on = None
 
-RETAINED = "state = 'completed' AND deleted_at IS NULL AND NOT (result ? 'deleted_at')"
-CLAIM_COLUMNS = ["model", "priority", "project", "run_at", "id"]
 COLUMNS = {
     "api_key": sa.Text(),
     "hold": sa.String(length=16),
@@ -273,26 +268,10 @@ def upgrade() -> None:
     op.create_check_constraint(
         op.f("ck_jobs_hold_only_while_queued"), "jobs", "hold IS NULL OR state = 'queued'", postgresql_not_valid=True
     )
-    with _patience():
-        op.execute("ALTER TABLE jobs VALIDATE CONSTRAINT ck_jobs_hold_only_while_queued")
-    _build_index("ix_jobs_project_state", ["project", "state", "id"], "deleted_at IS NULL")
-    _build_index(
-        "ix_jobs_metadata",
-        [sa.text("(request -> 'metadata')")],
-        "deleted_at IS NULL AND (request -> 'metadata') <> '{}'::jsonb",
-        postgresql_using="gin",
-    )
-    _build_index("ix_jobs_queued_by_key", ["api_key", "hold", "priority", "run_at", "id"], "state = 'queued'")
-    _build_index("ix_jobs_retain_until", ["retain_until"], f"retain_until IS NOT NULL AND {RETAINED}")
-    _build_index("ix_jobs_claimable", CLAIM_COLUMNS, "state = 'queued' AND hold IS NULL")
-    _drop_index("ix_jobs_claim")
 
 
 def downgrade() -> None:
     op.execute("DROP FUNCTION open_holds")
-    _build_index("ix_jobs_claim", CLAIM_COLUMNS, "state = 'queued'")
-    for name in ("claimable", "retain_until", "queued_by_key", "metadata", "project_state"):
-        _drop_index(f"ix_jobs_{name}")
     op.drop_constraint(op.f("ck_jobs_hold_only_while_queued"), "jobs")
     op.execute(HISTORY.format(usage=""))
     op.execute(GUARD.format(holds=""))
@@ -305,28 +284,3 @@ def downgrade() -> None:
 
 def _now(name: str) -> sa.Column[Any]:
     return sa.Column(name, sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False)
-
-
-def _build_index(name: str, columns: Sequence[Any], where: str, **options: Any) -> None:
-    _drop_index(name)
-    with _patience():
-        op.create_index(name, "jobs", columns, postgresql_where=sa.text(where), postgresql_concurrently=True, **options)
-
-
-def _drop_index(name: str) -> None:
-    with _patience():
-        op.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {name}")
-
-
-@contextmanager
-def _patience() -> Iterator[None]:
-    """No transaction and no time limits: what is done concurrently waits for older ones and holds up nobody."""
-    with op.get_context().autocommit_block():
-        limits = {name: op.get_bind().scalar(sa.text(f"SHOW {name}")) for name in ("lock_timeout", "statement_timeout")}
-        for name in limits:
-            op.execute(f"SET {name} = 0")
-        try:
-            yield
-        finally:
-            for name, limit in limits.items():
-                op.execute(f"SET {name} = '{limit}'")

@@ -1,7 +1,7 @@
 """webhooks: endpoints, deliveries, and events that find their endpoints by themselves
 
 Revision ID: c2d8e41f07b5
-Revises: 71c5a0e8d3f6
+Revises: 3be7f1c94a20
 Create Date: 2026-11-29 19:35:00+00:00
 """
 
@@ -12,7 +12,7 @@ from alembic import op
 from sqlalchemy.dialects import postgresql
 
 revision = "c2d8e41f07b5"
-down_revision = "71c5a0e8d3f6"
+down_revision = "3be7f1c94a20"
 branch_labels = None
 depends_on = None
 
@@ -106,15 +106,6 @@ TRIGGERS = (
 def upgrade() -> None:
     op.add_column("jobs", sa.Column("webhook", _jsonb(), nullable=True))
     op.add_column("outbox", sa.Column("data", _jsonb(), nullable=True))
-    op.create_index(
-        "uq_outbox_end",
-        "outbox",
-        ["job_id", "generation"],
-        unique=True,
-        postgresql_where=sa.text("type NOT IN ('video.started', 'video.progress')"),
-    )
-    op.create_index("ix_outbox_project", "outbox", ["project", "created_at", "id"])
-    op.create_index("ix_outbox_job_id", "outbox", ["job_id", "created_at"])
     op.drop_constraint(op.f("uq_outbox_job_id"), "outbox")
     op.create_table(
         "webhook_endpoints",
@@ -253,8 +244,6 @@ def downgrade() -> None:
         op.drop_table(name)
     op.execute("DELETE FROM outbox WHERE type IN ('video.started', 'video.progress')")
     op.create_unique_constraint(op.f("uq_outbox_job_id"), "outbox", ["job_id", "generation"])
-    for name in ("ix_outbox_job_id", "ix_outbox_project", "uq_outbox_end"):
-        op.drop_index(name, "outbox")
     op.drop_column("outbox", "data")
     op.drop_column("jobs", "webhook")
 
