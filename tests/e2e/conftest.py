@@ -8,6 +8,7 @@ from support.api import API_KEY
 from support.checkpoints import tiny_checkpoint
 from support.service import Rendered, Service
 from support.stack import SharedStack
+from support.webhooks import LOCAL
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_service(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
-    settings = stack.settings(checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch")
+    settings = stack.settings(checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", provenance="off")
     with Service(settings, folder) as service:
         yield service
 

@@ -26,6 +26,7 @@ def fragile_service(
         scratch=folder / "scratch",
         lease_seconds=5,
         heartbeat_seconds=0.5,
+        provenance="off",
     )
     with Service(settings, folder) as service:
         yield service

@@ -16,7 +16,9 @@ from support.worker import eventually
 def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    settings = stack.settings(checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING)
+    settings = stack.settings(
+        checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING, provenance="off"
+    )
     with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
         (replica,) = service.jobs.replicas()
         assert (replica.layout, len(replica.detail["ranks"])) == ("r1s2", 2)

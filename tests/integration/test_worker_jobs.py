@@ -27,6 +27,7 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
     return settings_of(
         env,
         s3_output_buckets=OTHER_BUCKET,
+        provenance="off",
         checkpoint=write_contract(folder / "checkpoint"),
         pipeline=SCRIPTED,
         scratch=folder / "scratch",

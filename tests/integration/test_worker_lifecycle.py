@@ -1,5 +1,6 @@
 """Workers that start, stop and lose something: processes, servers, time."""
 
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import av
 import pytest
 from pydantic import SecretStr
 from redis import Redis
+from rushes_core.contract import CONTRACT_FILE
 from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
@@ -231,6 +233,29 @@ class TestStop:
         job = jobs.get(job_id)
         assert (job.state, job.attempt, job.crash_count, job.error_count) == (JobState.QUEUED, 0, 0, 0)
         assert not list(settings.scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("provenance", "members"),
+    [("on", {"id", "model", "revision", "seed"}), ("prompt", {"id", "model", "revision", "seed", "prompt"})],
+)
+def test_file_says_how_it_was_made(
+    settings: Settings, jobs: Jobs, start_worker: StartWorker, tmp_path: Path, provenance: str, members: set[str]
+) -> None:
+    checkpoint = write_contract(tmp_path / "checkpoint")
+    contract = checkpoint / CONTRACT_FILE
+    contract.write_text(json.dumps(json.loads(contract.read_text()) | {"checkpoint_content_sha256": "ab" * 32}))
+    start_worker(provenance=provenance, checkpoint=checkpoint)
+    job = jobs.wait_completed(jobs.add('a wave, <d>"Wow" 雪</d>', seed=2**63 - 1))
+    assert job.result is not None
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(b"".join(ObjectStore(settings).read(job.result["key"], 0, job.result["bytes"] - 1)))
+    with av.open(str(path)) as container:
+        said = json.loads(container.metadata["comment"])
+    assert set(said) == members
+    assert (said["id"], said["model"], said["seed"]) == (job.id, job.model, job.seed)
+    assert said["revision"] == "ab" * 32
+    assert said.get("prompt", job.prompt) == job.prompt
 
 
 class TestKill:

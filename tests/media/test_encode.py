@@ -169,7 +169,19 @@ class TestFile:
 
     def test_file_holds_no_date_and_no_encoder_version(self, tmp_path: Path) -> None:
         with av.open(str(make_clip(tmp_path / "clip.mp4"))) as container:
-            assert not {"creation_time", "encoder"} & container.metadata.keys()
+            assert not {"comment", "creation_time", "encoder"} & container.metadata.keys()
+
+    @pytest.mark.parametrize("comment", ["made by a model", '{"prompt": "雪 \\"x\\"\\n😀"}', "word " * 13_000], ids=len)
+    def test_file_holds_the_comment_that_it_is_given(self, tmp_path: Path, comment: str) -> None:
+        path = tmp_path / "clip.mp4"
+        with ClipEncoder(path, width=64, height=64, num_frames=24, comment=comment) as clip:
+            clip.add_frames(moving_frames(24))
+            clip.finish(tone(24))
+        with av.open(str(path)) as container:
+            assert container.metadata["comment"] == comment
+        kinds = box_order(path.read_bytes())
+        assert kinds.index("moov") < kinds.index("mdat")
+        assert np.array_equal(decode_rgb(path), decode_rgb(make_clip(tmp_path / "plain.mp4")))
 
     def test_nothing_has_the_final_name_until_the_clip_is_valid(self, tmp_path: Path) -> None:
         path = tmp_path / "clip.mp4"

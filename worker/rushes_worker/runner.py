@@ -17,9 +17,11 @@ How an attempt can end, and what becomes of the job:
 | asked to stop, grace period over | queued again, nothing counted | ends |
 """
 
+import json
 import shutil
 import time
 from enum import StrEnum
+from typing import Any
 
 from rushes_core.clip import Clip
 from rushes_core.contract import InferenceContract
@@ -94,6 +96,7 @@ class Runner:
         self,
         *,
         contract: InferenceContract,
+        provenance: str,
         deadlines: Deadlines,
         ledger: Ledger,
         heartbeat: Heartbeat,
@@ -106,6 +109,7 @@ class Runner:
         wake: Wake,
     ) -> None:
         self.contract = contract
+        self.provenance = provenance
         self.deadlines = deadlines
         self.ledger = ledger
         self.heartbeat = heartbeat
@@ -251,7 +255,14 @@ class _Attempt:
             if self._store.bucket not in [store.bucket for store in self._runner.store.buckets]:
                 raise InvalidRequest(f"output.bucket {self._store.bucket} may not be used any more")
             self._media.start_clip(
-                ClipSpec(self._path, job.width, job.height, job.num_frames, by_products=_by_products_of(job))
+                ClipSpec(
+                    self._path,
+                    job.width,
+                    job.height,
+                    job.num_frames,
+                    comment=comment_of(job, self._runner.contract, self._runner.provenance),
+                    by_products=_by_products_of(job),
+                )
             )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
@@ -444,6 +455,21 @@ class _Attempt:
 
     def _tick(self) -> float:
         return min(_TICK_SECONDS, self._runner.stopping.seconds_left)
+
+
+def comment_of(job: ClaimedJob, contract: InferenceContract, provenance: str) -> str:
+    """What the file of a clip says of how it was made, by the setting `provenance`."""
+    if provenance == "off":
+        return ""
+    made: dict[str, Any] = {
+        "id": job.id,
+        "model": job.model,
+        "revision": contract.checkpoint_content_sha256 or contract.base_model_revision,
+        "seed": job.seed,
+    }
+    if provenance == "prompt":
+        made["prompt"] = job.prompt
+    return json.dumps({name: value for name, value in made.items() if value is not None}, ensure_ascii=False)
 
 
 def _by_products_of(job: ClaimedJob) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ class Supervisor:
         self._crashes = Crashes(settings.drain_after_crashes)
         self._runner = Runner(
             contract=contract,
+            provenance=settings.provenance,
             deadlines=Deadlines.of(settings),
             ledger=self._ledger,
             heartbeat=self._heartbeat,

@@ -42,6 +42,7 @@ class ClipInProgress:
             height=spec.height,
             num_frames=spec.num_frames,
             settings=command.settings,
+            comment=spec.comment,
         )
         self._by_products = ByProducts(
             spec.by_products, spec.path, width=spec.width, height=spec.height, num_frames=spec.num_frames

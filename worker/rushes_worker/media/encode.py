@@ -101,13 +101,21 @@ class ClipEncoder:
     """
 
     def __init__(
-        self, path: Path, *, width: int, height: int, num_frames: int, settings: EncoderSettings | None = None
+        self,
+        path: Path,
+        *,
+        width: int,
+        height: int,
+        num_frames: int,
+        settings: EncoderSettings | None = None,
+        comment: str = "",
     ) -> None:
         """
         Args:
             path: the finished file; its directory must exist.
             width, height: pixels, even.
             num_frames: frames of the whole clip.
+            comment: what the file says of itself, for whoever looks at its metadata.
 
         Raises:
             ValueError: a size, a count or the directory cannot be used.
@@ -129,6 +137,8 @@ class ClipEncoder:
         self._reformatter = VideoReformatter()
         self._open = True
         self._container = av.open(str(partial_path(path)), "w", format="mp4", options=_MUXER)
+        if comment:
+            self._container.metadata["comment"] = comment
         self._video = self._add_video_stream(width, height)
         self._audio = self._add_audio_stream()
 

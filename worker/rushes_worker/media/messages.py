@@ -20,6 +20,8 @@ class ClipSpec:
     width: int
     height: int
     num_frames: int
+    comment: str = ""
+    """What the file says of itself; empty: nothing."""
     by_products: tuple[str, ...] = ()
     """Names of the variants to be made beside it."""
 
