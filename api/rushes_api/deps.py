@@ -97,6 +97,11 @@ async def _admin(request: Request) -> Caller:
     return _with_scope(await _any_caller(request), keys.ADMIN)
 
 
+async def _scraper(request: Request) -> None:
+    if not _state(request)["settings"].metrics_open:
+        await _admin(request)
+
+
 def _with_scope(caller: Caller, scope: str) -> Caller:
     if scope not in caller.scopes:
         raise InsufficientScope(scope)
@@ -107,6 +112,8 @@ CurrentCaller = Annotated[Caller, Depends(_caller)]
 """Who may read, where the request reads, or change videos, where it changes something."""
 WebhookCaller = Annotated[Caller, Depends(_webhook_caller)]
 AdminCaller = Annotated[Caller, Depends(_admin)]
+MAY_SCRAPE = Depends(_scraper)
+"""Refuses whoever may not see the figures for Prometheus."""
 AnyCaller = Annotated[Caller, Depends(_any_caller)]
 """Whoever has a key that works, whatever it may do."""
 
@@ -175,6 +182,7 @@ SCOPES_NEEDED: dict[Callable[..., Any], str] = {
     _caller: "videos",
     _webhook_caller: keys.WEBHOOKS,
     _admin: keys.ADMIN,
+    _scraper: keys.ADMIN,
     _any_caller: "",
 }
 """The scope that each dependency asks for; `videos` is `videos:read` or `videos:write`."""

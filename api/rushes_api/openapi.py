@@ -25,6 +25,7 @@ VIDEO_ID = f"^video_{_ULID}$"
 KEY_ID = f"^key_{_ULID}$"
 ENDPOINT_ID = f"^whe_{_ULID}$"
 DELIVERY_ID = "^whd_[0-9a-f]{32}$"
+WORKER_ID = "^[A-Za-z0-9._-]{1,200}~[0-9]{1,10}-[0-9a-f]{1,16}$"
 PROJECT = "^[a-z0-9][a-z0-9-]{0,62}$"
 
 
@@ -232,6 +233,7 @@ _AFTER = {
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
     "/v1/projects": PROJECT,
     "/v1/api_keys": KEY_ID,
+    "/v1/workers": WORKER_ID,
     "/v1/webhook_endpoints": ENDPOINT_ID,
     "/v1/webhook_deliveries": DELIVERY_ID,
 }
@@ -242,7 +244,7 @@ _PATH: dict[str, Object] = {
     "delivery_id": {"description": "Id of a webhook delivery", "schema": {"type": "string", "pattern": DELIVERY_ID}},
     "model_id": {"description": "Name of a model, slashes included", "schema": {"type": "string"}},
     "name": {"description": "Name of a project", "schema": {"type": "string", "pattern": PROJECT}},
-    "worker_id": {"description": "Id of a replica", "schema": {"type": "string"}},
+    "worker_id": {"description": "Id of a replica", "schema": {"type": "string", "pattern": WORKER_ID}},
 }
 
 

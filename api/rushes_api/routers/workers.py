@@ -1,5 +1,6 @@
 """The replicas that render. For keys with the scope `admin`."""
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
@@ -25,6 +26,7 @@ from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
 router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
 _ONE_DAY = 86_400.0
+_ID = re.compile(r"[A-Za-z0-9._-]{1,200}~[0-9]{1,10}-[0-9a-f]{1,16}", re.ASCII)
 
 
 class Device(BaseModel):
@@ -152,7 +154,4 @@ def _worker(replica: Replica, overdue_at: datetime) -> Worker:
 
 def _replica_id(worker_id: str) -> str | None:
     """A replica's id from one that a path can carry; None for what is no such id."""
-    name, tilde, process = worker_id.rpartition("~")
-    return (
-        f"{name}#{process}" if tilde and name and process and worker_id.isascii() and worker_id.isprintable() else None
-    )
+    return worker_id.replace("~", "#") if _ID.fullmatch(worker_id) else None
