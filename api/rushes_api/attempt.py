@@ -43,9 +43,13 @@ _STATUS: dict[str | None, AttemptStatus] = {
 }
 
 
-def attempt_of(row: JobAttempt) -> VideoAttempt:
+def attempt_of(row: JobAttempt, number: int) -> VideoAttempt:
+    """
+    Args:
+        number: its number among all attempts of the job.
+    """
     return VideoAttempt(
-        id=f"attempt_{row.fence}",
+        id=f"attempt_{number}",
         object="video.attempt",
         generation=row.generation,
         attempt=row.attempt,
@@ -64,7 +68,7 @@ def _worker(owner: str) -> str:
     return f"worker_{sha256(name.encode()).hexdigest()[:12]}"
 
 
-def fence_of(attempt_id: str) -> int | None:
-    """The fence in an attempt's id; None for what is no such id."""
+def number_of(attempt_id: str) -> int | None:
+    """The number in an attempt's id; None for what is no such id."""
     found = _ID.fullmatch(attempt_id)
     return None if found is None else int(found[1])

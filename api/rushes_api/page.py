@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from pydantic import BaseModel
 from rushes_core.fields import shown
 from sqlalchemy import Select
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.sql.elements import SQLColumnExpression
 
 from rushes_api.errors import ApiError
 
@@ -58,7 +58,7 @@ class Wanted(Generic[Key]):
     limit: int
     descending: bool
 
-    def rows(self, statement: Statement, key: InstrumentedAttribute[Key]) -> Statement:
+    def rows(self, statement: Statement, key: SQLColumnExpression[Key]) -> Statement:
         """`statement` for this page's rows and one more."""
         if self.after is not None:
             statement = statement.where(key < self.after if self.descending else key > self.after)

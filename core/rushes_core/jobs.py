@@ -25,6 +25,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import TypedReturnsRows
@@ -494,6 +495,14 @@ def get(job_id: str, *, project: str) -> Select[Job]:
 
 def attempts(job_id: str) -> Select[JobAttempt]:
     return select(JobAttempt).where(JobAttempt.job_id == job_id).order_by(JobAttempt.fence)
+
+
+def numbered_attempts(job_id: str) -> tuple[Select[JobAttempt, int], ColumnElement[int]]:
+    """Each attempt of a job with its number among them, from 1, and that number as a column. A fence also counts the
+    attempts at everybody else's jobs."""
+    number = func.row_number().over(order_by=JobAttempt.fence).label("number")
+    rows = select(JobAttempt, number).where(JobAttempt.job_id == job_id).subquery()
+    return select(aliased(JobAttempt, rows), rows.c.number), rows.c.number
 
 
 CANCELLED_BY_USER: dict[str, Any] = {"code": "cancelled_by_user", "message": "The job was cancelled."}

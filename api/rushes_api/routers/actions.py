@@ -6,13 +6,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core import jobs
 from rushes_core.errors import TransitionRefused
-from rushes_core.models import JobAttempt
 from rushes_core.request import ResolvedRequest, remix
 from rushes_core.states import RETRYABLE_STATES, JobState
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import KEY_HEADER, NO_BODY, REMIX_BODY, SentRemix, admission
-from rushes_api.attempt import VideoAttempt, attempt_of, fence_of
+from rushes_api.attempt import VideoAttempt, attempt_of, number_of
 from rushes_api.deps import AppState, CurrentCaller, CurrentJob, Session, WellFormedId, find_job, query
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
@@ -127,6 +126,7 @@ async def list_attempts(
     job: CurrentJob, parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS))], session: Session
 ) -> AttemptList:
     """Every time that a replica took the job, of all its generations."""
-    wanted = wanted_page(parameters, key_of=fence_of, what="an attempt", descending=False)
-    rows = (await session.execute(wanted.rows(jobs.attempts(job.id), JobAttempt.fence))).scalars().all()
-    return AttemptList.of(rows, attempt_of, limit=wanted.limit)
+    wanted = wanted_page(parameters, key_of=number_of, what="an attempt", descending=False)
+    statement, number = jobs.numbered_attempts(job.id)
+    rows = (await session.execute(wanted.rows(statement, number))).all()
+    return AttemptList.of(rows, lambda row: attempt_of(*row), limit=wanted.limit)
