@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from support.api import AUTHORIZED, JobDriver, ThreadedApi
 from support.faults.proxy import Request as S3Request
 from support.faults.proxy import S3Fault, S3Proxy
+from support.stack import s3_client, settings_env
 
 CLIP = random.Random(7).randbytes(700_001)
 ETAG = f'"{hashlib.sha256(CLIP).hexdigest()}"'
@@ -374,6 +375,33 @@ class TestVariants:
             assert response.status_code == 410
             assert response.json()["error"]["code"] == "video_expired"
         assert not any(driver.store.head(one["key"]) for one in job.result["variants"].values())
+
+
+@pytest.mark.parametrize("delivery", ["proxy", "redirect"])
+def test_content_comes_from_the_bucket_and_prefix_that_the_request_named(
+    api_settings: Settings, driver: JobDriver, tmp_path: Path, delivery: str
+) -> None:
+    bucket = f"other-{delivery}"
+    s3_client(settings_env(api_settings)).create_bucket(Bucket=bucket)
+    changes = {"s3_output_buckets": bucket, "content_delivery": delivery}
+    settings = Settings(**(api_settings.model_dump() | changes))
+    with TestClient(create_app(settings), headers=AUTHORIZED, follow_redirects=False) as client:
+        output = {"bucket": bucket, "key_prefix": "acme/spring"}
+        posted = client.post("/v1/videos", json={"prompt": "a dog", "output": output})
+        assert posted.status_code == 200, posted.text
+        video_id = posted.json()["id"]
+        driver.complete(video_id, b"clip", tmp_path, variants=BESIDE)
+        keys = [item.key for page in driver.store.in_bucket(bucket).list_pages("") for item in page]
+        assert len(keys) == 1 + len(BESIDE)
+        assert all(key.startswith(f"results/default/acme/spring/{video_id}/") for key in keys)
+        for name, data in {"video": b"clip", **BESIDE}.items():
+            response = client.get(f"/v1/videos/{video_id}/content", params={"variant": name})
+            if delivery == "redirect":
+                response = httpx.get(response.headers["location"])
+            assert response.content == data
+    # a bucket that is taken off the list keeps what it has
+    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
+        assert client.get(f"/v1/videos/{video_id}/content").content == b"clip"
 
 
 def prompted(client: TestClient, driver: JobDriver, tmp_path: Path, prompt: str) -> str:
