@@ -68,11 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int place = threadIdx.x / LANES; place < places; place += STEP) {
         const i64 row = rows[(i64)tile * places + place];
         const i64 from = row * row_stride + word;
-        const bool valid = place < size;
-        Word value[HEADS] = {};
-        if (valid)
+        Word value[HEADS];
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) value[h].load_once(x, from + min(first + h, heads - 1) * head_stride);
+        for (int h = 0; h < HEADS; h++) value[h].load_once(x, from + min(first + h, heads - 1) * head_stride);
+        if (place >= size)
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) value[h] = {};
         float c[WORD], s[WORD];
 #pragma unroll
         for (int i = 0; i < WORD; i++) c[i] = 1.f, s[i] = 0.f;

@@ -41,9 +41,12 @@ def assert_equal_but_for_rounding(actual: Tensor, expected: Tensor, largest_valu
 
 
 def check(problem: Problem, provider: Provider) -> Tensor:
+    """Of the rows past a tile's size only that they are numbers: their queries mean nothing."""
     actual = problem.run(provider, check=True)
+    assert actual.isfinite().all()
     valid = torch.arange(problem.v.shape[2], device="cuda") < problem.sizes[:, None]
-    assert_equal_but_for_rounding(actual, problem.reference(), problem.v[:, valid].abs().amax())
+    expected = problem.reference()
+    assert_equal_but_for_rounding(actual[:, valid], expected[:, valid], problem.v[:, valid].abs().amax())
     return actual
 
 
@@ -130,8 +133,9 @@ class TestAgainstTheReference:
         generator = torch.Generator().manual_seed(0)
         tiles = [0, 28, 29, 30, 31, 1215, 1216, *torch.randint(1217, (40,), generator=generator).tolist()]
         for tile in tiles:
-            head = tile % 4
-            assert_equal_but_for_rounding(actual[head, tile], problem.expected_tile(head, tile), 6.0)
+            head, size = tile % 4, int(problem.sizes[tile])
+            expected = problem.expected_tile(head, tile)
+            assert_equal_but_for_rounding(actual[head, tile, :size], expected[:size], 6.0)
         assert actual.isfinite().all()
 
     def test_order_of_a_list_changes_rounding_only(self, provider: Provider) -> None:
