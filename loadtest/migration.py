@@ -3,8 +3,8 @@
     python loadtest/migration.py --jobs 200000 --rate 20
 
 The database is brought to the previous release's revision and filled. Then it is upgraded while one connection accepts
-jobs at a steady rate and another cancels jobs, as that release does. One line of JSON: the longest wait of each, and the
-seconds of the upgrade. A database of `RUSHES_*` is emptied first.
+jobs at a steady rate and another cancels jobs, as that release does. One line of JSON: the longest wait of each, and
+the seconds of the upgrade. A database of `RUSHES_*` is emptied first.
 """
 
 import argparse
