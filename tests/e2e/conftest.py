@@ -19,7 +19,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_service(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
-    settings = stack.settings(checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", provenance="off")
+    settings = stack.settings(
+        checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", provenance="off", **LOCAL
+    )
     with Service(settings, folder) as service:
         yield service
 

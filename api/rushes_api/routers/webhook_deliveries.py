@@ -137,7 +137,7 @@ async def _find(delivery_id: str, *, project: str, session: AsyncSession) -> tup
     found = None
     if is_delivery_id(delivery_id):
         statement = deliveries.listed(project=project).where(WebhookDelivery.id == delivery_id)
-        found = (await session.execute(statement)).tuples().first()
+        found = (await session.execute(statement)).first()
     if found is None:
         raise ApiError(
             f"no webhook delivery with id {printable(delivery_id)}",
@@ -167,7 +167,7 @@ async def list_webhook_deliveries(
             if not is_id(parameters[name]):
                 raise ApiError(f"{name} must be an id of that kind, got {shown(parameters[name])}", param=name)
             statement = statement.where(column == parameters[name])
-    rows = (await session.execute(wanted.rows(statement, WebhookDelivery.id))).tuples().all()
+    rows = (await session.execute(wanted.rows(statement, WebhookDelivery.id))).all()
     return DeliveryList.of(rows, _object, limit=wanted.limit)
 
 

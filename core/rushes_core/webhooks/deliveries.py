@@ -30,8 +30,6 @@ RETENTION_DAYS = 30
 MAX_AT_ONCE = 5_000
 """Rows that a statement touches at most; one that touched so many is to be repeated."""
 
-GONE = "gone"
-FAILING = "failing"
 BY_REQUEST = "request"
 
 
@@ -151,7 +149,11 @@ def claim(*, limit: int, concurrency: int, lease_seconds: float) -> TextClause:
     )
 
 
-_SETTLE = text("""
+_WHY_OFF = """CASE WHEN e.deleted_at IS NOT NULL THEN 'endpoint_deleted'
+    WHEN e.disabled_reason = 'request' THEN 'endpoint_disabled' ELSE e.disabled_reason END"""
+
+_SETTLE = text(
+    """
 WITH outcomes AS MATERIALIZED (
     SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcome (
         id text, fence bigint, state text, status smallint, error text, duration_ms bigint, excerpt text,
@@ -198,14 +200,17 @@ SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
         AND failures + failed >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
         ELSE disabled_reason END
 FROM sums WHERE e.id = sums.endpoint_id AND NOT (succeeded AND failures = 0 AND open_until IS NULL AND hold IS NULL)
-RETURNING e.id, e.state, e.failures, e.open_until IS NOT NULL AS is_open
-""")
+RETURNING e.id, e.state, e.failures, """
+    + _WHY_OFF
+    + """ AS reason
+"""
+)
 
 
 def settle(outcomes: Sequence[Outcome]) -> TextClause:
     """Write down how attempts went. Those that are no longer this sender's are passed over.
 
-    The endpoints that changed: `id`, `state`, `failures`, `is_open`. For a disabled one `cancel_pending` is to follow
+    The endpoints that changed: `id`, `state`, `failures`, `reason`. For a disabled one `cancel_pending` is to follow
     in the same transaction, and `supersede` for the jobs whose end was told.
     """
     return _SETTLE.bindparams(
@@ -243,14 +248,18 @@ FROM waiting WHERE d.id = waiting.id RETURNING d.id
 
 def cancel_left_over() -> TextClause:
     """Cancel what was under way while its endpoint was disabled or deleted, and waits again since. Ids."""
-    return text("""
+    return text(
+        """
 UPDATE webhook_deliveries AS d
-SET state = 'cancelled', last_error = coalesce(e.disabled_reason, 'endpoint_deleted'), finished_at = now()
+SET state = 'cancelled', finished_at = now(), last_error = """
+        + _WHY_OFF
+        + """
 FROM webhook_endpoints AS e
 WHERE e.id = d.endpoint_id AND (e.state = 'disabled' OR e.deleted_at IS NOT NULL) AND d.state = 'pending'
     AND d.kind <> 'test'
 RETURNING d.id
-""")
+"""
+    )
 
 
 def reap() -> TextClause:

@@ -122,7 +122,6 @@ class Sender:
         outcomes, unsent = self._done[:MAX_SETTLED], list(self._unsent)
         room = MAX_UNDER_WAY - sum(self._under_way.values())
         claimed: list[Claimed] = []
-        # one statement of its own while there is nothing to do would wait for other senders' claims
         async with self._engine.begin() as connection:
             if outcomes:
                 await self._settle(connection, outcomes)
@@ -146,9 +145,8 @@ class Sender:
             await connection.execute(deliveries.supersede(told))
         for endpoint in changed:
             if endpoint.state == "disabled":
-                log.warning("webhook_endpoint_disabled", endpoint_id=endpoint.id, failures=endpoint.failures)
-                reason = deliveries.GONE if any(outcome.is_gone for outcome in outcomes) else deliveries.FAILING
-                await connection.execute(deliveries.cancel_pending([endpoint.id], reason=reason))
+                log.warning("webhook_endpoint_disabled", endpoint_id=endpoint.id, reason=endpoint.reason)
+                await connection.execute(deliveries.cancel_pending([endpoint.id], reason=endpoint.reason))
             elif endpoint.failures == deliveries.BREAKER_FAILURES:
                 log.warning("webhook_endpoint_paused", endpoint_id=endpoint.id, failures=endpoint.failures)
 
