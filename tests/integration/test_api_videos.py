@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rushes_api.app import create_app
 from rushes_core import backlog
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
+from sqlalchemy.engine import make_url
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from support.api import API_KEY, AUTHORIZED, JobDriver, multipart
@@ -257,13 +259,28 @@ class TestRetrieve:
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "video_not_found"
 
-    def test_nothing_of_the_machine_shows(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
-        video_id = create(client)["id"]
+    def test_nothing_of_the_machine_shows(
+        self, client: TestClient, driver: JobDriver, tmp_path: Path, api_settings: Settings
+    ) -> None:
+        video_id, failed = (create(client)["id"] for _ in range(2))
         driver.complete(video_id, b"clip", tmp_path)
-        for path in (f"/v1/videos/{video_id}", "/v1/videos", "/v1/capabilities", "/v1/models"):
-            text = client.get(path).text
-            for trace in ("file://", "/tmp", "/home", "127.0.0.1", "test:1", driver.store.bucket, "results/"):
-                assert trace not in text
+        driver.fail(
+            failed, code="generation_failed", message="OSError: /home/render/x.mp4 at http://10.0.0.5:9000/clips"
+        )
+        answers = [
+            client.get(f"/v1/videos/{video_id}{what}")
+            for what in ("", "/attempts", "/events", "/content?variant=audio")
+        ]
+        answers += [
+            client.get(f"/v1/{what}") for what in ("videos", "capabilities", "models", "queue", f"videos/{failed}")
+        ]
+        answers.append(client.post(f"/v1/videos/{video_id}/remix", json={"prompt": "a cat"}))
+        answers.append(client.post("/v1/videos/validate", json={"prompt": "a dog"}))
+        store = f":{make_url(api_settings.s3_endpoint_url).port}"
+        traces = ("file://", "/tmp", "/mnt", "/home", "127.0.0.1", "10.0.0.5", socket.gethostname(), store)
+        for answer in answers:
+            for trace in (*traces, driver.OWNER, driver.store.bucket, "results/", str(api_settings.checkpoint)):
+                assert trace not in answer.text, (answer.url, trace)
 
 
 class TestCompat:
