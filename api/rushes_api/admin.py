@@ -53,6 +53,13 @@ def no_such_project(name: str) -> ApiError:
     )
 
 
-def json_body(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+def json_body(schema: dict[str, Any], *, required: bool = True, null_is_absent: bool = True) -> dict[str, Any]:
     """What the OpenAPI document says of a body."""
+    if null_is_absent:
+        needed = schema.get("required", ())
+        members: dict[str, Any] = schema["properties"]
+        nullable = {
+            name: one if name in needed else {"anyOf": [one, {"type": "null"}]} for name, one in members.items()
+        }
+        schema = schema | {"properties": nullable}
     return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}}}}

@@ -141,6 +141,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         webhook_deliveries,
     ):
         app.include_router(module.router)
+    errors.reserve_literal_paths(app)
     app.openapi = cache(lambda: describe(app))
     return app
 

@@ -20,6 +20,7 @@ from typing import Any
 import psycopg
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute, iter_route_contexts
 from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
 from rushes_core.errors import InvalidRequest, JobDeleted, JobNotFound, RushesError, StorageError, TransitionRefused
 from rushes_core.fields import printable
@@ -28,13 +29,35 @@ from rushes_core.request import InvalidFields, ModelNotFound
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 log = get_logger(__name__)
 
 RETRY_AFTER_SECONDS = 5
 PROBLEM_JSON = "application/problem+json"
 MAX_DETAILS = 20
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_CODES = {
+    "model_not_found": HTTPStatus.NOT_FOUND,
+    "project_not_found": HTTPStatus.NOT_FOUND,
+    "api_key_not_found": HTTPStatus.NOT_FOUND,
+    "worker_not_found": HTTPStatus.NOT_FOUND,
+    "webhook_secret_missing": HTTPStatus.NOT_FOUND,
+    "webhook_endpoint_not_found": HTTPStatus.NOT_FOUND,
+    "invalid_state": HTTPStatus.CONFLICT,
+    "project_exists": HTTPStatus.CONFLICT,
+    "precondition_failed": HTTPStatus.PRECONDITION_FAILED,
+}
+
+
+def responses(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """What the OpenAPI document is to say of errors that a route has and others have not."""
+    declared: dict[int | str, dict[str, Any]] = {}
+    for code in codes:
+        about = declared.setdefault(_CODES[code].value, {"description": ""})
+        about["description"] = ", ".join(filter(None, [about["description"], f"`{code}`"]))
+    return declared
 
 
 class ApiError(RushesError):
@@ -295,11 +318,10 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
 
 def _allowed_methods(request: Request) -> list[str]:
     """The methods that some route has for the request's path."""
-    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-    routed = {m for m in methods if _is_routed({**request.scope, "method": m}, request.app)}
+    routed = {method for method in _METHODS if _is_routed({**request.scope, "method": method}, request.app)}
     if "GET" in routed and is_get_without_body(request.scope["path"]):
         routed.add("HEAD")
-    return [method for method in methods if method in routed]
+    return [method for method in _METHODS if method in routed]
 
 
 def is_get_without_body(path: str) -> bool:
@@ -308,4 +330,20 @@ def is_get_without_body(path: str) -> bool:
 
 
 def _is_routed(scope: dict[str, Any], app: FastAPI) -> bool:
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+    found = next((route for route in app.routes if route.matches(scope)[0] is Match.FULL), None)
+    return found is not None and getattr(found, "endpoint", None) is not _refuse_method
+
+
+async def _refuse_method(request: Request) -> Response:
+    raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED)
+
+
+def reserve_literal_paths(app: FastAPI) -> None:
+    """Have paths without parameters be nothing else: `GET /v1/videos/validate` asks for no video of that name."""
+    routes = [context.original_route for context in iter_route_contexts(app.routes)]
+    known = [route for route in routes if isinstance(route, APIRoute)]
+    for path in {route.path for route in known if "{" not in route.path}:
+        own = {method for route in known if route.path == path for method in route.methods or ()}
+        if any(route.path != path and route.path_regex.match(path) for route in known):
+            others = [method for method in _METHODS if method not in own]
+            app.router.routes.insert(0, Route(path, _refuse_method, methods=others, include_in_schema=False))

@@ -179,7 +179,7 @@ _QUERY: dict[str, Object] = {
             "items": {"enum": ["queued", "in_progress", "completed", "failed", "cancelled", "expired"]},
         },
     },
-    "model": {"description": "Only those of this model", "schema": {"type": "string", "minLength": 1}},
+    "model": {"description": "Only those of this model", "schema": {"type": "string"}},
     "created_after": {"description": "Only those that were created in a later second", "schema": _TIME},
     "created_before": {"description": "Only those that were created in an earlier second", "schema": _TIME},
     "metadata[]": {
@@ -298,7 +298,9 @@ def _complete(operation: Object, route: APIRoute, method: str, schemas: Object) 
         if parameter["in"] == "path":
             parameter |= _PATH.get(parameter["name"], {})
     for call in calls:
-        parameters += [_query_parameter(name, route.path_format) for name in QUERY_NAMES.get(call, ())]
+        declared = {one["name"] for one in parameters if one["in"] == "query"}
+        names = [name for name in QUERY_NAMES.get(call, ()) if name not in declared]
+        parameters += [_query_parameter(name, route.path_format) for name in names]
     parameters.sort(key=lambda one: (("path", "query", "header").index(one["in"]), one["name"]))
     if scopes:
         parameters.append({"$ref": "#/components/parameters/X-Request-Id"})
@@ -384,10 +386,8 @@ def _complete_responses(operation: Object, *, has_body: bool, has_key: bool) -> 
         statuses |= {*_WITH_BODY}
     if "Idempotency-Key" in names:
         statuses |= {*_WITH_IDEMPOTENCY_KEY}
-    if "video_id" in names:
-        statuses |= {*_WITH_VIDEO}
-    elif any(parameter["in"] == "path" for parameter in operation["parameters"] if "in" in parameter):
-        statuses |= {404}
+    in_path = {parameter["name"] for parameter in operation["parameters"] if parameter.get("in") == "path"}
+    statuses |= {*_WITH_VIDEO} if "video_id" in in_path else {404} if in_path else set()
     for status in statuses:
         responses.setdefault(str(status), {})
     for status, response in list(responses.items()):

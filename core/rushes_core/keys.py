@@ -114,7 +114,8 @@ def _words(known: Collection[str]) -> Callable[[object], list[str]]:
 
     def check(value: object) -> list[str]:
         words = cast("list[object]", value) if isinstance(value, list) else []
-        if words and all(word in known for word in words):
+        # a tuple: what is no word need not be hashable
+        if words and all(word in tuple(known) for word in words):
             return [word for word in known if word in words]
         raise PydanticCustomError(
             "invalid_value",

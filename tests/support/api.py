@@ -186,7 +186,11 @@ class ApiProcess:
         fd = self._listener.fileno()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", "--factory", "rushes_api.app:create_app", "--fd", str(fd)],
+                [
+                    *(sys.executable, "-m", "uvicorn", "--factory", "rushes_api.app:create_app", "--fd", str(fd)),
+                    # as `rushes api` has them
+                    *("--http", "rushes_api.server:Protocol", "--ws", "none", "--no-access-log"),
+                ],
                 env=os.environ | settings_env(settings),
                 pass_fds=[fd],
                 stdout=output,

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from rushes_api.admin import SentMembers, given, json_body, no_such_project
 from rushes_api.auth import Caller
 from rushes_api.deps import AdminCaller, AnyCaller, AppState, NoQuery, Session, query
-from rushes_api.errors import ApiError
+from rushes_api.errors import ApiError, responses
 from rushes_api.once import Call, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
 
@@ -96,6 +96,7 @@ async def _find(key_id: str, session: AsyncSession) -> tuple[ApiKey, ApiKeyUsage
     "",
     response_model=KeyWithSecret,
     dependencies=[SHOWS_SECRET],
+    responses=responses("project_not_found"),
     openapi_extra=json_body(keys.NewKey.model_json_schema()),
 )
 async def create_api_key(
@@ -152,7 +153,11 @@ async def get_api_key(key_id: str, caller: AdminCaller, parameters: NoQuery, ses
     return _object(await _find(key_id, session))
 
 
-@router.patch("/{key_id}", response_model=KeyObject, openapi_extra=json_body(keys.KeyChanges.model_json_schema()))
+@router.patch(
+    "/{key_id}",
+    response_model=KeyObject,
+    openapi_extra=json_body(keys.KeyChanges.model_json_schema(), required=False, null_is_absent=False),
+)
 async def change_api_key(
     key_id: str, request: Request, caller: AdminCaller, parameters: NoQuery, members: SentMembers, state: AppState
 ) -> Response:
@@ -176,6 +181,7 @@ async def change_api_key(
     "/{key_id}/rotate",
     response_model=KeyWithSecret,
     dependencies=[SHOWS_SECRET],
+    responses=responses("invalid_state"),
     openapi_extra=json_body(keys.Rotation.model_json_schema(), required=False),
 )
 async def rotate_api_key(

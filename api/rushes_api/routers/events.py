@@ -48,12 +48,16 @@ _EVENTS: dict[str, Any] = {
             "name": _LAST_EVENT_ID,
             "in": "header",
             "description": "Id of the last event that was received: go on after it",
-            "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
+            "schema": {"type": "string", "pattern": "^[0-9]{0,9}$"},
         }
     ]
 }
+_STREAM: dict[str, Any] = {
+    # no type: there is none for a stream, and some tools take this for the schema of an event
+    "description": "Server-sent events `status` and `progress`, each with an `id` and a Video as `data`"
+}
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "description": "The events"},
+    200: {"content": {MEDIA_TYPE: {"schema": _STREAM}}, "description": "The events"},
     204: {"description": "The job has ended and nothing was missed"},
 }
 

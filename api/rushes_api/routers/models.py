@@ -22,8 +22,8 @@ from rushes_core.fields import (
 )
 from rushes_core.prompt import MAX_PROMPT_CHARACTERS
 from rushes_core.request import DEFAULT_SECONDS, TASKS, ModelNotFound
+from rushes_core.variants import VARIANTS
 
-from rushes_api.content import VARIANTS
 from rushes_api.deps import AppState, CurrentProject, NoQuery, State
 from rushes_api.video import CONTENT_TYPE, canvas_members
 

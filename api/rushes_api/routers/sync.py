@@ -10,7 +10,7 @@ from rushes_core.variants import VIDEO
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo
 from rushes_api.content import check_finished, deliver, find_variant
 from rushes_api.deps import AppState, CurrentCaller, NoQuery, visible
-from rushes_api.errors import ApiError
+from rushes_api.errors import ApiError, responses
 from rushes_api.once import SentKey
 from rushes_api.routers.videos import accepted
 from rushes_api.video import CONTENT_TYPE
@@ -23,7 +23,7 @@ _CONDITIONS = {b"range", b"if-range", b"if-match", b"if-none-match"}
 
 _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
 _ID_HEADER = {"x-video-id": {"schema": {"type": "string"}, "description": "Id of the job"}}
-_RESPONSES: dict[int | str, dict[str, Any]] = {
+_RESPONSES: dict[int | str, dict[str, Any]] = responses("model_not_found") | {
     200: {"content": {CONTENT_TYPE: {}}, "description": "The clip", "headers": _ID_HEADER},
     303: {"description": "Where the clip lies", "headers": _ID_HEADER},
     404: {"description": "The model is not served, or the clip was lost from the store"},
@@ -46,7 +46,9 @@ class NotInTime(ApiError):
         )
 
 
-@router.post("/sync", response_class=Response, responses=_RESPONSES, openapi_extra=_CREATE)
+@router.post(
+    "/sync", response_class=Response, responses=_RESPONSES | responses("model_not_found"), openapi_extra=_CREATE
+)
 async def create_and_fetch(
     request: Request,
     caller: CurrentCaller,

@@ -28,6 +28,7 @@ from rushes_api.deps import (
     no_such_video,
     query,
 )
+from rushes_api.errors import responses
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.quota import check_priority
@@ -54,7 +55,7 @@ _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER, PREFE
 _VALIDATE: dict[str, Any] = {"parameters": [CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
 
 
-@router.post("", response_model=Video, openapi_extra=_CREATE)
+@router.post("", response_model=Video, responses=responses("model_not_found"), openapi_extra=_CREATE)
 async def create_video(
     request: Request,
     caller: CurrentCaller,
@@ -83,7 +84,7 @@ async def accepted(
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
 
 
-@router.post("/validate", openapi_extra=_VALIDATE)
+@router.post("/validate", responses=responses("model_not_found"), openapi_extra=_VALIDATE)
 async def validate_video(
     caller: CurrentCaller, parameters: NoQuery, sent: SentVideo, state: AppState, view: CurrentView
 ) -> VideoValidation:

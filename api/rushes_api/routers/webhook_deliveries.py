@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from rushes_api.admin import json_body, unix
 from rushes_api.admission import KEY_HEADER
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
-from rushes_api.errors import ApiError
+from rushes_api.errors import ApiError, responses
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Listed, Page, one_of, wanted_page
 from rushes_api.routers.webhook_endpoints import SentMembers, find_endpoint, refuse_unless_enabled
@@ -214,7 +214,12 @@ async def redeliver_webhook(
     return await take_effect(call, redeliver, request=request, sessions=state["sessions"])
 
 
-@router.post("/replay", response_model=ReplayResult, openapi_extra=json_body(Replay.model_json_schema()))
+@router.post(
+    "/replay",
+    response_model=ReplayResult,
+    responses=responses("webhook_endpoint_not_found"),
+    openapi_extra=json_body(Replay.model_json_schema()),
+)
 async def replay_webhooks(
     request: Request, caller: WebhookCaller, parameters: NoQuery, members: SentMembers, state: AppState
 ) -> Response:

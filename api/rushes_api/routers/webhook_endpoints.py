@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from rushes_api.admin import given, json_body, read_members, unix
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
-from rushes_api.errors import ApiError, Unavailable
+from rushes_api.errors import ApiError, Unavailable, responses
 from rushes_api.once import Call, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
 from rushes_api.routers.api_keys import SHOWS_SECRET
@@ -363,7 +363,7 @@ async def list_webhook_event_types(caller: WebhookCaller, parameters: NoQuery) -
     return EventTypeList(object="list", data=list(EVENT_TYPES))
 
 
-@router.get("/v1/webhook_secret")
+@router.get("/v1/webhook_secret", responses=responses("webhook_secret_missing"))
 async def get_webhook_secret(caller: WebhookCaller, parameters: NoQuery, session: Session) -> ProjectSecret:
     """Whether the project has a secret for its jobs' `webhook_url`s, without the secret."""
     found = (await session.execute(endpoints.secret_of(caller.project))).scalar_one_or_none()
