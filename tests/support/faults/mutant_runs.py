@@ -7,11 +7,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.faults import scenarios
 from support.faults.checker import Violation, check
 from support.faults.cluster import Cluster
 from support.faults.history import load
+from support.faults.rows import at_point, slow_job
 from support.faults.servers import Servers
+from support.faults.store_rows import s3_flipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def _drop_guard(cluster: Cluster) -> None:
 
 def _stale_publisher(cluster: Cluster) -> None:
     """Row 6 without its demands."""
-    job_id, stopped = scenarios._at_point(cluster, "before complete:stop", prompt="a wave [step 0.6 on attempt 2]")
+    job_id, stopped = at_point(cluster, "before complete:stop", prompt="a wave [step 0.6 on attempt 2]")
     cluster.start_worker()
     cluster.until(lambda: cluster.job(job_id)["attempt"] == 2 and cluster.job(job_id)["state"] == "running")
     stopped.resume()
@@ -68,7 +69,7 @@ def _stale_publisher(cluster: Cluster) -> None:
 
 def _stale_publisher_of_a_queued_job(cluster: Cluster) -> None:
     """The stopped worker goes on while its job waits in the queue for another attempt."""
-    job_id, stopped = scenarios._at_point(cluster, "before complete:stop")
+    job_id, stopped = at_point(cluster, "before complete:stop")
     cluster.until(lambda: cluster.job(job_id)["state"] == "queued")
     stopped.resume()
     time.sleep(1.0)
@@ -93,12 +94,12 @@ def _killed_supervisor(cluster: Cluster) -> None:
     cluster.start(workers=2)
     import os
 
-    os.kill(cluster.supervisor_of(scenarios._slow_job(cluster)), signal.SIGKILL)
+    os.kill(cluster.supervisor_of(slow_job(cluster)), signal.SIGKILL)
 
 
 def _cancel_while_claimed(cluster: Cluster) -> None:
     """A worker is stopped between claim and start, and its job is cancelled meanwhile."""
-    job_id, stopped = scenarios._at_point(cluster, "before start:stop")
+    job_id, stopped = at_point(cluster, "before start:stop")
     with cluster.servers.connect(cluster.env) as connection:
         connection.execute("UPDATE jobs SET cancel_requested_at = now() WHERE id = %s", [job_id])
     time.sleep(1.5)
@@ -117,7 +118,7 @@ MUTANT_RUNS: dict[str, Mutant] = {
     "commit after answer": Mutant("API killed after it answered", _killed_api, "commit after answer"),
     "acknowledgement lost": Mutant("none", _some_jobs, "ack lost"),
     "sweeper off": Mutant("1, supervisor killed", _killed_supervisor, "no sweeper"),
-    "publish without verifying": Mutant("36, bits flipped", scenarios.s3_flipped, "no verification"),
+    "publish without verifying": Mutant("36, bits flipped", s3_flipped, "no verification"),
     "start ignores a cancel, guard on (control)": Mutant(
         "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel", is_caught=False
     ),
