@@ -1,4 +1,4 @@
-"""`rushes keys`: make, list, rotate and revoke API keys, straight on the database."""
+"""`rushes keys`: make, list, change, rotate and revoke API keys, straight on the database."""
 
 import argparse
 from collections.abc import Callable
@@ -13,12 +13,20 @@ from rushes_core.models import ApiKey, ApiKeyUsage
 from rushes_core.moment import parse_duration, parse_moment
 from sqlalchemy.orm import Session
 
+from rushes_cli.main import UsageError
 from rushes_cli.operator import print_json, print_table, transaction
+
+_LIMITS = {
+    "requests_per_minute": "requests that it may send in any minute",
+    "max_queued": "jobs that it may have waiting",
+    "max_running": "jobs that may run at once; others wait",
+    "daily_gpu_seconds": "GPU time that its jobs may take in a day, UTC",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `keys` with its actions."""
-    parser = subparsers.add_parser("keys", help="make, list, rotate and revoke API keys")
+    parser = subparsers.add_parser("keys", help="make, list, change, rotate and revoke API keys")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     create = actions.add_parser("create", help="make a key; its secret is printed this once")
@@ -38,13 +46,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=list(PRIORITIES),
         help="a class that its jobs may have; may be given again (default: all)",
     )
-    for name, what in (
-        ("requests_per_minute", "requests that it may send in any minute"),
-        ("max_queued", "jobs that it may have waiting"),
-        ("max_running", "jobs that may run at once; others wait"),
-        ("daily_gpu_seconds", "GPU time that its jobs may take in a day, UTC"),
-    ):
-        create.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} (default: no limit)")
+    for name, what in _LIMITS.items():
+        create.add_argument(_option(name), type=int, metavar="N", help=f"{what} (default: no limit)")
     create.add_argument(
         "--expires",
         type=_argument(_time),
@@ -62,6 +65,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     show = actions.add_parser("show", help="show a key, its limits and what it used today")
     show.set_defaults(run=_show)
 
+    change = actions.add_parser(
+        "change", help="change what a key may do; what is not named stays", argument_default=argparse.SUPPRESS
+    )
+    change.add_argument("--name", metavar="NAME", help="what it is for")
+    change.add_argument("--scope", action="append", dest="scopes", choices=keys.SCOPES, help="all of them anew")
+    change.add_argument(
+        "--priority", action="append", dest="priorities", choices=list(PRIORITIES), help="all of them anew"
+    )
+    for name, what in _LIMITS.items():
+        change.add_argument(_option(name), type=_argument(_number_or_none), metavar="N", help=f"{what}, or none")
+    change.add_argument("--compat", type=_word_or_none, metavar="openai", help="openai, or none")
+    change.set_defaults(run=_change)
+
     rotate = actions.add_parser("rotate", help="give a key another secret, which is printed this once")
     rotate.add_argument(
         "--overlap",
@@ -75,10 +91,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     revoke = actions.add_parser("revoke", help="end a key for good; its jobs go on")
     revoke.set_defaults(run=_revoke)
 
-    for action in (show, rotate, revoke):
+    for action in (show, change, rotate, revoke):
         action.add_argument("id", metavar="KEY", help="its id, key_...")
-    for action in (create, listing, show, rotate, revoke):
-        action.add_argument("--json", action="store_true", help="print one JSON object a line")
+    for action in (create, listing, show, change, rotate, revoke):
+        action.add_argument("--json", action="store_true", default=False, help="print one JSON object a line")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -89,6 +109,18 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{error}, got {text}") from None
 
     return checked
+
+
+def _number_or_none(text: str) -> int | None:
+    if text == "none":
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("must be a whole number, or none for no limit")
+    return int(text)
+
+
+def _word_or_none(text: str) -> str | None:
+    return None if text == "none" else text
 
 
 def _time(text: str) -> float:
@@ -136,6 +168,19 @@ def _list(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     with transaction() as session:
         key, usage = _find(arguments.id, session)
+    _print_key(key, usage, as_json=arguments.json)
+    return 0
+
+
+def _change(arguments: argparse.Namespace) -> int:
+    names = ("name", "scopes", "priorities", "compat", *keys.LIMITS)
+    sent = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if not sent:
+        raise UsageError("nothing to change: name a limit, scopes, priorities, compat or a name")
+    values = keys.parse(keys.KeyChanges, sent).model_dump(exclude_unset=True)
+    with transaction() as session:
+        _, usage = _find(arguments.id, session)
+        key = session.execute(keys.change(arguments.id, values)).scalar_one()
     _print_key(key, usage, as_json=arguments.json)
     return 0
 

@@ -136,7 +136,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     for name, summary in (
         ("projects", "make and list projects"),
-        ("keys", "make, list, rotate and revoke API keys"),
+        ("keys", "make, list, change, rotate and revoke API keys"),
         ("checkpoint", "make, inspect and verify checkpoint directories"),
         ("bench", "time whole clips on one GPU"),
     ):

@@ -89,6 +89,25 @@ class TestKeys:
         assert client.get("/v1/models", headers=bearer(other)).status_code == 401
         assert "revoked" in rushes("keys", "show", other["id"])
 
+    def test_a_change_says_what_is_to_change(self, rushes: Command, client: TestClient) -> None:
+        key = create(rushes, "--max-queued", "3", "--compat", "openai", "--requests-per-minute", "9")
+        words = [
+            "--max-queued",
+            "none",
+            "--max-running",
+            "2",
+            "--scope",
+            "admin",
+            "--name",
+            "other",
+            "--compat",
+            "none",
+        ]
+        changed = json.loads(rushes("keys", "change", key["id"], *words, "--json"))
+        assert (changed["max_queued"], changed["max_running"], changed["requests_per_minute"]) == (None, 2, 9)
+        assert (changed["name"], changed["scopes"], changed["compat"]) == ("other", ["admin"], None)
+        assert client.get("/v1/api_keys", headers=bearer(key)).status_code == 200
+
     def test_lists_are_by_project(self, rushes: Command) -> None:
         rushes("projects", "create", "one")
         mine, other = create(rushes, "--project", "one"), create(rushes)
@@ -112,6 +131,10 @@ class TestErrors:
         assert "max_queued" in fails("keys", "create", "a", "--max-queued", "-1")
         assert "expires_at must lie ahead" in fails("keys", "create", "a", "--expires", "2001-01-01T00:00:00Z")
         assert "overlap_seconds" in fails("keys", "rotate", create(rushes)["id"], "--overlap", "31d")
+        assert "nothing to change" in fails("keys", "change", "key_1", status=2)
+        assert "no API key with id key_1" in fails("keys", "change", "key_1", "--max-running", "1")
+        assert "max_running" in fails("keys", "change", "key_1", "--max-running", "0")
+        assert "compat must be openai or null, got 'azure'" in fails("keys", "change", "key_1", "--compat", "azure")
         assert "lower-case" in fails("projects", "create", "Film")
         rushes("projects", "create", "twice")
         assert "there is a project twice already" in fails("projects", "create", "twice")
