@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from sqlalchemy import func
 
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, Canvas, canvas_for_size
-from rushes_core.clip import ADMISSIBLE_FRAMES, FPS, Clip, frames_for
+from rushes_core.clip import ADMISSIBLE_FRAMES, FPS, MIN_SECONDS, Clip, frames_for
 from rushes_core.errors import InvalidRequest
 from rushes_core.fields import (
     AUTO_ASPECT_RATIO,
@@ -43,17 +43,17 @@ TASK = "t2va"
 TASKS = (TASK, "t2av")
 """Its names: UniServe's, and the one in the checkpoint."""
 
-_FROM_TEXT = "this checkpoint renders from text alone"
+FROM_TEXT = "this checkpoint renders from text alone"
 _NO_USERS = "end users are not told apart; metadata can say who it is for"
 _UNSUPPORTED = {
-    "input_reference": _FROM_TEXT,
-    "negative_prompt": f"{_FROM_TEXT}, without guidance away from another text",
-    "image": _FROM_TEXT,
-    "video": _FROM_TEXT,
-    "audio": _FROM_TEXT,
-    "keyframes": _FROM_TEXT,
-    "references": _FROM_TEXT,
-    "conditions": _FROM_TEXT,
+    "input_reference": FROM_TEXT,
+    "negative_prompt": f"{FROM_TEXT}, without guidance away from another text",
+    "image": FROM_TEXT,
+    "video": FROM_TEXT,
+    "audio": FROM_TEXT,
+    "keyframes": FROM_TEXT,
+    "references": FROM_TEXT,
+    "conditions": FROM_TEXT,
     "user": _NO_USERS,
     "safety_identifier": _NO_USERS,
     "extra_body": "its members belong beside prompt, where the openai SDK puts them",
@@ -62,16 +62,25 @@ _UNSUPPORTED = {
 _OTHER_TASKS = {"fl2va": "keyframes", "ref2va": "references"}
 
 
+_NUM_FRAMES_SCHEMA = {"type": "integer", "minimum": MIN_SECONDS * FPS, "maximum": ADMISSIBLE_FRAMES[-1]}
+_RESTATED_SCHEMA = {
+    "type": ["number", "string", "null"],
+    "description": "Fixed by the model: only what `fixed` in `/v1/capabilities` says",
+}
+Restated = Annotated[Any, WithJsonSchema(_RESTATED_SCHEMA)]
+
+
 class VideoRequest(Fields):
     """The body of `POST /v1/videos`. Unknown fields are refused by name; null is the same as absent."""
 
     prompt: Prompt
     model: Annotated[str, Field(max_length=200)] | None = None
     seconds: Seconds | None = None
-    num_frames: int | None = None
+    num_frames: Annotated[int, WithJsonSchema(_NUM_FRAMES_SCHEMA)] | None = None
     size: Size | None = None
-    task: Annotated[Any, WithJsonSchema({"enum": list(TASKS)})] = None
+    task: Annotated[Any, WithJsonSchema({"enum": [*TASKS, None]})] = None
     target: Target | None = None
+    conditions: Annotated[Any, WithJsonSchema({"type": ["array", "null"], "maxItems": 0})] = None
     seed: Seed | None = None
     metadata: Metadata | None = None
     priority: Priority | None = None
@@ -83,14 +92,14 @@ class VideoRequest(Fields):
     callback_url: Url | None = None
     webhook_events: EventTypes | None = None
 
-    response_format: Annotated[Any, WithJsonSchema({"const": "url"})] = None
-    fps: Any = None
-    n: Any = None
-    guidance_scale: Any = None
-    num_inference_steps: Any = None
-    flow_shift: Any = None
-    audio_flow_shift: Any = None
-    quality: Any = None
+    response_format: Annotated[Any, WithJsonSchema({"enum": ["url", None]})] = None
+    fps: Restated = None
+    n: Restated = None
+    guidance_scale: Restated = None
+    num_inference_steps: Restated = None
+    flow_shift: Restated = None
+    audio_flow_shift: Restated = None
+    quality: Annotated[Any, WithJsonSchema({"enum": ["standard", None]})] = None
 
 
 class RemixRequest(Fields):
@@ -357,7 +366,7 @@ def _check_task(task: object) -> None:
     if task is None or task in TASKS:
         return
     if isinstance(task, str) and task in _OTHER_TASKS:
-        raise unsupported("task", f"{task} renders from {_OTHER_TASKS[task]}; {_FROM_TEXT}: {TASK}")
+        raise unsupported("task", f"{task} renders from {_OTHER_TASKS[task]}; {FROM_TEXT}: {TASK}")
     raise InvalidRequest(f"task must be {' or '.join(TASKS)}, got {shown(task)}", param="task")
 
 

@@ -163,6 +163,14 @@ class TestNames:
         assert "application/json" in error["message"]
 
 
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("route", ["edits", "extensions", "characters"])
+def test_openais_routes_that_start_from_a_video_say_why_not(client: TestClient, route: str) -> None:
+    error = error_of(client.post(f"/v1/videos/{route}", json={"prompt": "a cat", "video": {"id": "video_1"}}))
+    assert (error["param"], error["code"]) == ("video", "unsupported_input")
+    assert "renders from text alone" in error["message"]
+
+
 WHOLE: dict[str, Any] = {
     "prompt": "a dog\nand a “cat”",
     "num_frames": 124,

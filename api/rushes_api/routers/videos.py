@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from rushes_core import jobs
 from rushes_core.ids import is_video_id
 from rushes_core.listing import page
-from rushes_core.request import ResolvedRequest
+from rushes_core.request import FROM_TEXT, ResolvedRequest, unsupported
 from rushes_core.states import JobState
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -96,6 +96,14 @@ async def validate_video(
     is_due = outlook is not None and resolved.not_before is None
     num_ahead = await state["lookup"].num_ahead(draft) if is_due else None
     return validation_of(resolved, view.model, estimate=estimate_of(draft, outlook, num_ahead), now=now)
+
+
+@router.post("/edits", include_in_schema=False)
+@router.post("/extensions", include_in_schema=False)
+@router.post("/characters", include_in_schema=False)
+async def start_from_a_video(request: Request, caller: CurrentCaller) -> None:
+    """OpenAI's routes that need a video as input."""
+    raise unsupported("video", FROM_TEXT)
 
 
 @router.get("", response_model=VideoList)
