@@ -1,19 +1,33 @@
 """Deliveries from what happens to a job to the receiver that takes it, on real Postgres and real sockets."""
 
 import json
+import subprocess
+import sys
+import time
+from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from openai import OpenAI
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import SecretStr
+from redis import Redis
+from rushes_core.dispatcher import Dispatcher
+from rushes_core.queue import WEBHOOK_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.signing import PublicKeys
+from sqlalchemy import text
 from standardwebhooks import Webhook
-from support.receiver import Receiver, reply
+from support.commands import clean_environment
+from support.receiver import Received, Receiver, reply
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.webhooks import ED25519_KEY, LOCAL, Hooks, SenderProcess, SenderThread
 
+OLDER_SDK = Path(sys.prefix) / "openai2"
+UNWRAP = str(Path(__file__).parents[1] / "support" / "unwrap.py")
 AWKWARD = {"title": 'día "ひまわり" 🌻\\ \n\t<script>\u2028', "字": "第一\r\n行"}
 
 
@@ -45,6 +59,17 @@ def receiver() -> Iterator[Receiver]:
 def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
     with SenderThread(settings) as sender:
         yield sender
+
+
+def unwrapped(received: Received, secret: str, *, line: int) -> dict[str, Any]:
+    """What `client.webhooks.unwrap` of this line of the `openai` package makes of a request."""
+    env = clean_environment() | ({"PYTHONPATH": str(OLDER_SDK)} if line == 2 else {})
+    sent = {"secret": secret, "body": received.body.decode(), "headers": dict(received.headers)}
+    command = [sys.executable, "-P", UNWRAP]
+    done = subprocess.run(command, env=env, input=json.dumps(sent), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
 
 
 class TestBody:
@@ -112,17 +137,18 @@ class TestSignature:
         (received,) = receiver.received
         verified = Webhook(secret.text).verify(received.body, received.signed)
         assert verified["data"]["metadata"] == AWKWARD
-        client = OpenAI(api_key="none", webhook_secret=secret.text)
-        event = client.webhooks.unwrap(received.body, received.headers)
-        assert event.type == "video.completed"
-        assert event.data.id == job.id
+        for line in (2, 3):
+            said = unwrapped(received, secret.text, line=line)
+            assert said.pop("openai").startswith(f"{line}.")
+            assert said == {
+                "is_checked": True,
+                "id": received.event_id,
+                "type": "video.completed",
+                "video_id": job.id,
+                "created_at": json.loads(received.body)["created_at"],
+            }
 
     def test_an_ed25519_signature_goes_beside_it(self, hooks: Hooks, receiver: Receiver, sender: SenderThread) -> None:
-        from base64 import b64decode, urlsafe_b64decode
-
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from rushes_core.webhooks.signing import PublicKeys
-
         hooks.register(receiver.url())
         hooks.completed()
         hooks.wait_for("delivered")
@@ -140,10 +166,10 @@ class TestSignature:
         project_secret = hooks.project_secret()
         stored = hooks.endpoint(endpoint_id).secret
         assert stored is not None
-        for text in (secret.text, project_secret.text):
-            assert text.encode() not in stored
-            assert text.removeprefix("whsec_").encode() not in stored
-            assert text.encode() not in hooks.secrets()[0].secret
+        for shown in (secret.text, project_secret.text):
+            assert shown.encode() not in stored
+            assert shown.removeprefix("whsec_").encode() not in stored
+            assert shown.encode() not in hooks.secrets()[0].secret
 
 
 class TestAgain:
@@ -231,3 +257,80 @@ class TestAgain:
                 )
         assert hooks.delivery().state == "delivered"
         assert [one.error for one in hooks.attempts(delivery.id)] == ["sender_lost", "sender_lost", None]
+
+
+class TestSeveral:
+    def test_two_senders_record_each_delivery_once(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, tmp_path: Path
+    ) -> None:
+        for number in range(5):
+            hooks.register(receiver.url(f"/{number}"))
+        for _ in range(20):
+            hooks.completed()
+        with (
+            SenderProcess(settings, tmp_path / "one.log"),
+            SenderProcess(settings, tmp_path / "two.log"),
+        ):
+            wait_until(lambda: len(hooks.deliveries(state="delivered")) == 100)
+        assert len(receiver.received) == 100
+        assert {len(hooks.attempts(one.id)) for one in hooks.deliveries()} == {1}
+
+    def test_redis_and_the_dispatcher_are_not_needed(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, tmp_path: Path
+    ) -> None:
+        hooks.register(receiver.url())
+        alone = settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
+        with SenderProcess(alone, tmp_path / "sender.log"):
+            hooks.completed()
+            hooks.wait_for("delivered")
+
+    def test_the_dispatcher_wakes_a_sender_while_something_is_due(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        dispatcher = Dispatcher(settings)
+        with Redis.from_url(settings.redis_url) as redis:
+            assert dispatcher.hint_webhooks() == 0
+            hooks.register(receiver.url())
+            hooks.completed()
+            assert dispatcher.hint_webhooks() == 1
+            assert dispatcher.hint_webhooks() == 0, "one is enough"
+            assert redis.llen(WEBHOOK_QUEUE) == 1
+        dispatcher.close()
+
+    def test_no_transaction_is_open_while_a_receiver_takes_its_time(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        hooks.register(receiver.url())
+        seen: list[int] = []
+        idle = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+            "AND state = 'idle in transaction' AND clock_timestamp() - state_change > interval '0.2 s'"
+        )
+
+        def watch(connection: Any, received: Received) -> None:
+            for _ in range(10):
+                with hooks.engine.connect() as other:
+                    seen.append(other.execute(idle).scalar_one())
+                time.sleep(0.1)
+            reply(200)(connection, received)
+
+        receiver.script("/hook", watch)
+        hooks.completed()
+        hooks.wait_for("delivered")
+        assert seen == [0] * 10
+
+    def test_a_sender_without_a_key_for_secrets_says_so(self, settings: Settings, tmp_path: Path) -> None:
+        bare = settings.model_copy(update={"webhook_key": SecretStr("")})
+        with SenderProcess(bare, tmp_path / "sender.log") as sender:
+            assert sender.wait() == 2
+        assert "RUSHES_WEBHOOK_KEY is not set" in sender.log.read_text()
+
+    def test_a_secret_of_another_key_fails_the_attempt_and_is_named(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        hooks.register(receiver.url())
+        hooks.completed()
+        other = settings.model_copy(update={"webhook_key": SecretStr(urlsafe_b64encode(b"o" * 32).decode())})
+        with SenderThread(other):
+            assert hooks.wait_attempts(1).last_error == "secret_unreadable"
+        assert not receiver.received

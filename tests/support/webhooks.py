@@ -244,6 +244,9 @@ class SenderProcess:
     def end(self) -> int:
         """Ask it to stop, as an operator would; its exit status."""
         self._process.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
         return self._process.wait(30)
 
     def resident_bytes(self) -> int:
