@@ -65,7 +65,7 @@ class Metrics:
 
     def note(self, method: str, route: str, status: int, seconds: float) -> None:
         """A request is being answered."""
-        self._requests.labels(method if method in _METHODS else _OTHER, route, str(status)).inc()
+        self._requests.labels(method if method in _METHODS else _OTHER, route, str(int(status))).inc()
         self._seconds.labels(route).observe(seconds)
 
     async def text(

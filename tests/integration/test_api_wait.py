@@ -52,10 +52,19 @@ def num_waiting(api: ThreadedApi) -> int:
     return found
 
 
-def queued(http: httpx.Client) -> dict[str, Any]:
-    """The newest video."""
-    newest: dict[str, Any] = http.get("/v1/videos", params={"limit": 1}).json()["data"][0]
-    return newest
+def newest(http: httpx.Client) -> dict[str, Any]:
+    """The newest video; empty if there is none."""
+    (video,) = http.get("/v1/videos", params={"limit": 1}).json()["data"] or [{}]
+    found: dict[str, Any] = video
+    return found
+
+
+def accepted(later: Callable[..., Any], http: httpx.Client, path: str, **sent: Any) -> tuple[Any, str]:
+    """The answer to come of a request that waits for the job that it makes, and the id of the job."""
+    before = newest(http).get("id")
+    answer = later(http.post, path, **sent)
+    wait_until(lambda: newest(http).get("id") != before)
+    return answer, newest(http)["id"]
 
 
 class TestPreferences:
@@ -91,9 +100,8 @@ class TestPrefer:
     def test_a_new_job_is_answered_when_it_has_ended(
         self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
     ) -> None:
-        answer = later(http.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
-        wait_until(lambda: num_waiting(api))
-        driver.complete(queued(http)["id"], b"clip", tmp_path)
+        answer, video_id = accepted(later, http, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
+        driver.complete(video_id, b"clip", tmp_path)
         response = answer.result()
         assert response.headers["preference-applied"] == "wait=60"
         assert response.json()["status"] == "completed"
@@ -139,9 +147,7 @@ class TestPrefer:
         self, http: httpx.Client, api: ThreadedApi, later: Callable[..., Any]
     ) -> None:
         sent = {"Idempotency-Key": "waits", "Prefer": "wait=60"}
-        answer = later(http.post, "/v1/videos", json=REQUEST, headers=sent)
-        wait_until(lambda: num_waiting(api))
-        video_id = queued(http)["id"]
+        answer, video_id = accepted(later, http, "/v1/videos", json=REQUEST, headers=sent)
         http.post(f"/v1/videos/{video_id}/cancel").raise_for_status()
         assert answer.result().json()["status"] == "cancelled"
         kept = http.post("/v1/videos", json=REQUEST, headers={"Idempotency-Key": "waits"})
@@ -184,9 +190,7 @@ class TestSync:
     def test_the_answer_is_the_clip(
         self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
     ) -> None:
-        answer = later(http.post, "/v1/videos/sync", data=REQUEST, headers={"Range": "bytes=0-1"})
-        wait_until(lambda: num_waiting(api))
-        video_id = queued(http)["id"]
+        answer, video_id = accepted(later, http, "/v1/videos/sync", data=REQUEST, headers={"Range": "bytes=0-1"})
         driver.complete(video_id, b"clip", tmp_path)
         response = answer.result()
         assert (response.status_code, response.content) == (200, b"clip")
@@ -199,9 +203,8 @@ class TestSync:
     ) -> None:
         settings = api_settings.model_copy(update={"content_delivery": ContentDelivery.REDIRECT})
         with ThreadedApi(settings) as api, connected(api.url) as client:
-            answer = later(client.post, "/v1/videos/sync", json=REQUEST)
-            wait_until(lambda: num_waiting(api))
-            driver.complete(queued(client)["id"], b"clip", tmp_path)
+            answer, video_id = accepted(later, client, "/v1/videos/sync", json=REQUEST)
+            driver.complete(video_id, b"clip", tmp_path)
             response = answer.result()
         assert response.status_code == 303
         assert httpx.get(response.headers["location"]).content == b"clip"
@@ -209,9 +212,7 @@ class TestSync:
     def test_the_error_of_a_job_is_that_of_the_request(
         self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, later: Callable[..., Any]
     ) -> None:
-        answer = later(http.post, "/v1/videos/sync", json=REQUEST)
-        wait_until(lambda: num_waiting(api))
-        video_id = queued(http)["id"]
+        answer, video_id = accepted(later, http, "/v1/videos/sync", json=REQUEST)
         driver.fail(video_id, code="out_of_memory", message="The job ran out of device memory.")
         response = answer.result()
         assert (response.status_code, response.json()["error"]["code"]) == (409, "out_of_memory")
@@ -234,9 +235,8 @@ class TestSync:
         settings = api_settings.model_copy(update={"s3_endpoint_url": "http://127.0.0.1:1"})
         with ThreadedApi(settings) as api, connected(api.url) as client:
             for key, may_retry in ({}, "false"), ({"Idempotency-Key": "stored"}, "true"):
-                answer = later(client.post, "/v1/videos/sync", json=REQUEST, headers=key)
-                wait_until(lambda: num_waiting(api))
-                driver.complete(queued(client)["id"], b"clip", tmp_path)
+                answer, video_id = accepted(later, client, "/v1/videos/sync", json=REQUEST, headers=key)
+                driver.complete(video_id, b"clip", tmp_path)
                 response = answer.result()
                 assert (response.status_code, response.json()["error"]["code"]) == (503, "storage_unavailable")
                 assert response.headers["x-should-retry"] == may_retry
@@ -246,11 +246,8 @@ class TestSync:
     ) -> None:
         settings, rows = api_settings.model_copy(update={"sync_timeout_seconds": 3}), Jobs(api_settings)
         with ThreadedApi(settings) as api, connected(api.url) as client:
-            sync = later(client.post, "/v1/videos/sync", json=REQUEST)
-            wait_until(lambda: num_waiting(api) == 1)
-            video_id = queued(client)["id"]
-            prefer = later(client.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=3"})
-            wait_until(lambda: num_waiting(api) == 2)
+            sync, video_id = accepted(later, client, "/v1/videos/sync", json=REQUEST)
+            prefer, _ = accepted(later, client, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=3"})
             with rows.outage():
                 failed, shown = sync.result(), prefer.result()
             assert (failed.status_code, failed.json()["error"]["code"]) == (503, "database_unavailable")
@@ -263,7 +260,7 @@ class TestSync:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/videos/sync", json=REQUEST, timeout=1)
         wait_until(lambda: not num_waiting(api))
-        assert queued(http)["status"] == "queued"
+        assert newest(http)["status"] == "queued"
 
     def test_a_request_that_is_sent_again_waits_for_the_same_job(
         self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]
@@ -271,7 +268,7 @@ class TestSync:
         sent = {"Idempotency-Key": "once"}
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/videos/sync", json=REQUEST, headers=sent, timeout=1)
-        video_id = queued(http)["id"]
+        video_id = newest(http)["id"]
         wait_until(lambda: not num_waiting(api))
         answer = later(http.post, "/v1/videos/sync", json=REQUEST, headers=sent)
         wait_until(lambda: num_waiting(api))
@@ -292,12 +289,8 @@ class TestSync:
         self, api_settings: Settings, tmp_path: Path, later: Callable[..., Any]
     ) -> None:
         with ApiProcess(api_settings, tmp_path / "api.log") as process, connected(process.url) as client:
-            first = queued(client)["id"]
-            sync = later(client.post, "/v1/videos/sync", json=REQUEST)
-            wait_until(lambda: queued(client)["id"] != first)
-            second = queued(client)["id"]
-            prefer = later(client.post, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
-            wait_until(lambda: queued(client)["id"] != second)
+            sync, _ = accepted(later, client, "/v1/videos/sync", json=REQUEST)
+            prefer, _ = accepted(later, client, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=60"})
             process.end()
             assert sync.result().json()["error"]["code"] == "sync_timeout"
             assert prefer.result().json()["status"] == "queued"
