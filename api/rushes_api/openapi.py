@@ -103,6 +103,7 @@ _ERRORS = {
     503: ("Unavailable", "database_unavailable", "A server behind the API cannot be reached, or does not answer"),
     504: ("SyncTimeout", "sync_timeout", "The job goes on, but not within this request"),
 }
+_FORMS = {"multipart/form-data": "Multipart", "application/x-www-form-urlencoded": "Form"}
 _ALWAYS = (400, 431, 500)
 _WITH_KEY = (401, 403, 429, 503)
 _WITH_BODY = (408, 413, 415)
@@ -338,11 +339,14 @@ def _query_parameter(name: str, path: str) -> Object:
 def _complete_body(body: Object, schemas: Object) -> None:
     for media_type, content in cast("dict[str, Object]", body["content"]).items():
         name = _add_schema(content["schema"], schemas)
-        content["schema"] = {"$ref": f"#/components/schemas/{name}"}
-        if media_type != "application/json":
-            maps = [field for field, schema in schemas[name]["properties"].items() if _takes_object(schema, schemas)]
+        if media_type in _FORMS:
+            # generators choose the media type by the class of what they are given
+            name, schema = f"{name}{_FORMS[media_type]}", schemas[name]
+            schemas[name] = schema | {"title": name}
+            maps = [field for field, one in schema["properties"].items() if _takes_object(one, schemas)]
             if maps:
                 content["encoding"] = {field: {"style": "deepObject", "explode": True} for field in maps}
+        content["schema"] = {"$ref": f"#/components/schemas/{name}"}
 
 
 def _takes_object(schema: Object, schemas: Object) -> bool:
@@ -358,7 +362,8 @@ def _add_schema(schema: Object, schemas: Object) -> str:
         own: Object = schema.get("$defs", {})
         # a request and an answer may have things of the same name that are not the same
         names = {name: name if schemas.get(name, inner) == inner else f"{title}{name}" for name, inner in own.items()}
-        schemas |= {names[name]: _relocated(inner, names) for name, inner in own.items()}
+        # generators name classes by the title
+        schemas |= {name: _relocated(own[old], names) | {"title": name} for old, name in names.items()}
         schemas[title] = _relocated({name: inner for name, inner in schema.items() if name != "$defs"}, names)
     return title
 

@@ -96,7 +96,8 @@ def test_bodies_come_in_every_form_that_is_read(document: dict[str, Any]) -> Non
     content = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
     assert set(content) == {"application/json", "multipart/form-data", "application/x-www-form-urlencoded"}
     for media_type, body in content.items():
-        assert body["schema"] == {"$ref": "#/components/schemas/VideoRequest"}
+        schema = resolved(document, body["schema"])
+        assert schema["properties"] == document["components"]["schemas"]["VideoRequest"]["properties"]
         assert ("metadata" in body.get("encoding", {})) is (media_type != "application/json")
 
 
@@ -106,6 +107,17 @@ def test_what_a_request_and_an_answer_call_alike_is_kept_apart(document: dict[st
     answered = schemas["Video"]["properties"]["output"]["$ref"].rpartition("/")[2]
     assert "key_prefix" in schemas[sent]["properties"]
     assert "num_frames" in schemas[answered]["properties"]
+
+
+def test_no_two_schemas_have_the_same_title(document: dict[str, Any]) -> None:
+    titles = {name: schema.get("title", name) for name, schema in document["components"]["schemas"].items()}
+    assert titles == {name: name for name in titles}
+
+
+def test_bodies_of_one_operation_have_classes_of_their_own(document: dict[str, Any]) -> None:
+    for operation in operations(document):
+        bodies = operation.get("requestBody", {}).get("content", {}).values()
+        assert len({body["schema"]["$ref"] for body in bodies}) == len(bodies), operation["operationId"]
 
 
 def test_queries_that_are_read_are_described(document: dict[str, Any]) -> None:
