@@ -96,6 +96,8 @@ def running_api(workers: int) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="rushes-load-") as directory, EmbeddedStack(directory) as stack:
         checkpoint = Path(directory) / "checkpoint"
         env = os.environ | stack.settings_env | {"RUSHES_API_KEY": KEY, "RUSHES_CHECKPOINT": str(checkpoint)}
+        # however the kernel shares the connections of one key out
+        env["RUSHES_API_MAX_WAITING_PER_KEY"] = str(WATCHERS)
         for command in (["checkpoint", "tiny", str(checkpoint)], ["migrate"]):
             stack.run(command[0], _rushes(*command), env=env, cwd=Path(directory))
         port = free_port()
