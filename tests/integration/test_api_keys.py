@@ -22,7 +22,7 @@ from sqlalchemy import func, make_url, select, update
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 from structlog.testing import capture_logs
-from support.api import ApiProcess, JobDriver, ThreadedApi
+from support.api import AUTHORIZED, ApiProcess, JobDriver, ThreadedApi, offline_settings
 from support.event_stream import events_of
 from support.keys import bearer, create_key, create_project
 from support.proxy import FreezableProxy
@@ -390,6 +390,16 @@ class TestScopes:
             assert code_of(response, 401) == "invalid_api_key", (method, path)
             assert response.headers["www-authenticate"].startswith("Bearer")
             assert response.headers["x-request-id"]
+
+
+def test_without_postgres_a_key_that_was_never_seen_is_not_called_wrong(api_settings: Settings) -> None:
+    with TestClient(create_app(offline_settings(api_settings.checkpoint))) as offline:
+        answer = offline.get("/v1/models", headers=bearer(keys.Secret.new().text))
+        assert code_of(answer, 503) == "database_unavailable"
+        assert RETRY_AFTER.fullmatch(answer.headers["retry-after"])
+        assert answer.headers["x-should-retry"] == "true"
+        assert code_of(offline.get("/v1/models", headers=bearer("nonsense")), 401) == "invalid_api_key"
+        assert offline.get("/v1/models", headers=AUTHORIZED).status_code == 200
 
 
 def test_a_stream_of_events_ends_with_its_key(
