@@ -80,7 +80,7 @@ class VideoRequest(Fields):
     size: Size | None = None
     task: Annotated[Any, WithJsonSchema({"enum": [*TASKS, None]})] = None
     target: Target | None = None
-    conditions: Annotated[Any, WithJsonSchema({"type": ["array", "null"], "maxItems": 0})] = None
+    conditions: Annotated[Any, WithJsonSchema({"type": ["array", "null"], "maxItems": 0, "items": {}})] = None
     seed: Seed | None = None
     metadata: Metadata | None = None
     priority: Priority | None = None

@@ -109,6 +109,18 @@ def test_what_a_request_and_an_answer_call_alike_is_kept_apart(document: dict[st
     assert "num_frames" in schemas[answered]["properties"]
 
 
+def test_every_array_says_what_it_holds(document: dict[str, Any]) -> None:
+    def arrays(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(value, dict):
+            if "array" in (value["type"] if isinstance(value.get("type"), list) else [value.get("type")]):
+                yield where, value
+            for name, inner in value.items():
+                yield from arrays(inner, f"{where}/{name}")
+
+    without = [where for where, array in arrays(document["components"]["schemas"], "") if "items" not in array]
+    assert without == []
+
+
 def test_no_two_schemas_have_the_same_title(document: dict[str, Any]) -> None:
     titles = {name: schema.get("title", name) for name, schema in document["components"]["schemas"].items()}
     assert titles == {name: name for name in titles}
