@@ -299,7 +299,7 @@ class TestLostCommit:
         self, through: TestClient, proxy: TcpProxy, driver: JobDriver
     ) -> None:
         before = driver.num_rows()
-        proxy.set(Mode.LOSE_REPLY, trigger=b"INSERT INTO jobs")
+        proxy.set(Mode.LOSE_REPLY, triggers=(b"INSERT INTO jobs",))
         response = through.post("/v1/videos", json={"prompt": "a dog"})
         assert code_of(response, 503) == "database_unavailable"
         assert response.headers["x-should-retry"] == "true"
@@ -335,3 +335,12 @@ class TestLostCommit:
         row = driver.row(video_id)
         assert row is not None
         assert row.deleted_at is not None
+
+    def test_a_remix_makes_one_job(self, through: TestClient, proxy: TcpProxy, driver: JobDriver) -> None:
+        source = through.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+        before = driver.num_rows()
+        proxy.set(Mode.LOSE_REPLY, budget=1)
+        response = through.post(f"/v1/videos/{source}/remix", json={"prompt": "a cat"})
+        assert (response.status_code, response.json()["remixed_from_video_id"]) == (200, source)
+        assert proxy.strikes == 1
+        assert driver.num_rows() == before + 1
