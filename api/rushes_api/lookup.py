@@ -36,8 +36,8 @@ class Lookup:
     MAX_SECONDS_KEPT = 10.0
 
     def __init__(self, settings: Settings) -> None:
-        self._jobs = _Batches(settings, _find_jobs, lines=2)
-        self._places = _Batches(settings, _count_ahead, lines=1)
+        self._jobs = Batches(settings, _find_jobs, lines=2)
+        self._places = Batches(settings, _count_ahead, lines=1)
         self._kept: dict[_Place, tuple[int, float]] = {}
 
     async def job(self, job_id: str, *, project: str) -> Job | None:
@@ -74,7 +74,7 @@ class Lookup:
         await self._places.close()
 
 
-class _Line:
+class Line:
     """A connection that is made when it is needed, and again when it was lost."""
 
     def __init__(self, settings: Settings) -> None:
@@ -111,18 +111,18 @@ class _Line:
             await connection.close()
 
 
-class _Batches(Generic[_Question, _Answer]):
+class Batches(Generic[_Question, _Answer]):
     """Asks what several requests want to know together. While every line is taken, questions gather for the next."""
 
     def __init__(
         self,
         settings: Settings,
-        find: Callable[[_Line, list[_Question]], Awaitable[dict[_Question, _Answer]]],
+        find: Callable[[Line, list[_Question]], Awaitable[dict[_Question, _Answer]]],
         *,
         lines: int,
     ) -> None:
         self._find = find
-        self._lines = [_Line(settings) for _ in range(lines)]
+        self._lines = [Line(settings) for _ in range(lines)]
         self._free = list(self._lines)
         self._asked: dict[_Question, list[asyncio.Future[_Answer | None]]] = {}
         self._is_due = False
@@ -159,7 +159,7 @@ class _Batches(Generic[_Question, _Answer]):
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 
-    async def _answer(self, line: _Line, asked: dict[_Question, list["asyncio.Future[_Answer | None]"]]) -> None:
+    async def _answer(self, line: Line, asked: dict[_Question, list["asyncio.Future[_Answer | None]"]]) -> None:
         waiting = [(question, answer) for question, answers in asked.items() for answer in answers]
         try:
             found = await self._find(line, list(asked))
@@ -193,7 +193,7 @@ SELECT {", ".join(_NAMES)} FROM jobs JOIN unnest(%s::text[], %s::text[]) AS aske
 """
 
 
-async def _find_jobs(line: _Line, asked: list[tuple[str, str]]) -> dict[tuple[str, str], _Row]:
+async def _find_jobs(line: Line, asked: list[tuple[str, str]]) -> dict[tuple[str, str], _Row]:
     (rows,) = await line.fetch(_FIND, [tuple(map(list, zip(*asked, strict=True)))])
     id_at, project_at = _NAMES.index("id"), _NAMES.index("project")
     return {(row[id_at], row[project_at]): row for row in rows}
@@ -238,7 +238,7 @@ def _compile_num_ahead(*, is_held: bool) -> tuple[str, dict[str, object], dict[s
 _NUM_AHEAD = {is_held: _compile_num_ahead(is_held=is_held) for is_held in (False, True)}
 
 
-async def _count_ahead(line: _Line, places: list[_Place]) -> dict[_Place, int]:
+async def _count_ahead(line: Line, places: list[_Place]) -> dict[_Place, int]:
     counted: dict[_Place, int] = {}
     for is_held, (query, constant, variable) in _NUM_AHEAD.items():
         alike = [place for place in places if (place.hold is not None) is is_held]
