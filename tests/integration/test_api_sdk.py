@@ -81,6 +81,15 @@ class TestSdk:
             sdk.videos.retrieve(video.id)
         assert (gone.value.status_code, gone.value.code) == (410, "video_deleted")
 
+    def test_pictures_are_fetched_as_the_sdk_names_them(self, sdk: OpenAI, driver: JobDriver, tmp_path: Path) -> None:
+        video = sdk.videos.create(prompt="a dog")
+        beside = {"thumbnail": b"a picture", "spritesheet": b"many pictures", "audio": b"sound"}
+        driver.complete(video.id, CLIP, tmp_path, variants=beside)
+        assert sdk.videos.download_content(video.id, variant="thumbnail").read() == beside["thumbnail"]
+        assert sdk.videos.download_content(video.id, variant="spritesheet").read() == beside["spritesheet"]
+        assert sdk.videos.download_content(video.id, extra_query={"variant": "audio"}).read() == beside["audio"]
+        assert sdk.videos.download_content(video.id, variant="video").read() == CLIP
+
     def test_a_call_with_a_key_may_be_repeated(self, sdk: OpenAI, http: httpx.Client) -> None:
         headers = {"Idempotency-Key": "an SDK's"}
         extra = {"metadata": {"b": "1", "a": "2"}, "seed": 7}
