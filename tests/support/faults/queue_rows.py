@@ -25,8 +25,8 @@ def dispatchers(cluster: Cluster) -> None:
     cluster.load(8).join()
 
 
-not_run(40, "broken webhook receivers", "webhooks are not part of this version: there is no sender")
-not_run(41, "webhook sender killed before its commit", "webhooks are not part of this version: there is no sender")
+not_run(40, "broken webhook receivers", "played by tests/integration/test_webhook_hostile.py")
+not_run(41, "webhook sender killed before its commit", "played by tests/integration/test_webhook_delivery.py")
 
 
 @row(42, "storm: 50 equal keys at once, submits, cancels, a new API in between")
