@@ -3,7 +3,6 @@
 import re
 import secrets
 import time
-from datetime import datetime
 
 from ulid import ULID
 
@@ -22,9 +21,9 @@ def new_video_id() -> str:
     return f"{VIDEO_PREFIX}{ULID()}"
 
 
-def first_video_id(at: datetime) -> str:
-    """The least id of a job that was created at `at` or later, by the clock that drew it."""
-    milliseconds = max(0, int(at.timestamp() * 1_000))
+def first_video_id(unix: float) -> str:
+    """The least id of a job that was created at this time, in Unix seconds by the clock that drew it, or later."""
+    milliseconds = max(0, int(unix * 1_000))
     return f"{VIDEO_PREFIX}{ULID(milliseconds.to_bytes(6, 'big') + bytes(10))}"
 
 

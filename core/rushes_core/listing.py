@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, TypeVar
 
 from sqlalchemy import Select, Text, any_, literal, literal_column, select, text, union_all
@@ -14,7 +14,7 @@ from rushes_core.models import HAS_METADATA, Job
 from rushes_core.predicates import in_states
 from rushes_core.states import JobState
 
-CLOCK_SLACK = timedelta(hours=1)
+CLOCK_SLACK_SECONDS = 3_600
 """How far the clocks that ids are drawn by may be from the database's, which says when a job was created."""
 
 Statement = TypeVar("Statement", bound=Select[*tuple[Any, ...]])
@@ -80,9 +80,9 @@ class _Scan:
             bounds.append(Job.id < self.after if self.descending else Job.id > self.after)
         # ids begin with a time
         if since is not None:
-            bounds.append(Job.id >= first_video_id(since - CLOCK_SLACK))
+            bounds.append(Job.id >= first_video_id(since.timestamp() - CLOCK_SLACK_SECONDS))
         if until is not None:
-            bounds.append(Job.id < first_video_id(until + CLOCK_SLACK))
+            bounds.append(Job.id < first_video_id(until.timestamp() + CLOCK_SLACK_SECONDS))
         return bounds
 
 

@@ -62,6 +62,12 @@ class TestFilters:
         assert listed(client, created_after=created, **mine) == []
         assert listed(client, created_before=created, **mine) == []
 
+    @pytest.mark.parametrize("last", ["253402300799", "9999-12-31T23:59:59Z"])
+    def test_any_time_that_there_is_will_do(self, client: TestClient, last: str) -> None:
+        video_id = create(client)
+        assert listed(client, created_after="0", created_before=last, limit=1) == [video_id]
+        assert listed(client, created_after="1970-01-01T00:00:00+14:00", limit=1) == [video_id]
+
     @pytest.mark.parametrize(
         ("query", "param", "reason"),
         [

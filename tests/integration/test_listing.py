@@ -20,7 +20,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 def video_id(number: int) -> str:
     """The id of a job that was created `number` minutes after `START`."""
-    return first_video_id(START + timedelta(minutes=number))
+    return first_video_id((START + timedelta(minutes=number)).timestamp())
 
 
 # the ids are made here: Postgres writes no base 32
