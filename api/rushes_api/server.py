@@ -1,6 +1,7 @@
 """The HTTP server: uvicorn, with bounds on what it reads before there is a request."""
 
 import asyncio
+import socket
 from http import HTTPStatus
 
 import uvicorn
@@ -25,6 +26,8 @@ class Protocol(HttpToolsProtocol):
 
     MAX_HEAD_BYTES = 131_072
     HEAD_SECONDS = 10.0
+    SILENT_SECONDS = 60.0
+    """How long a client may take nothing of what is sent to it, or confirm nothing, before the kernel drops it."""
 
     _head_bytes = 0
     _is_in_head = True
@@ -32,6 +35,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        _bound_silence(transport, self.SILENT_SECONDS)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -96,6 +100,15 @@ class Protocol(HttpToolsProtocol):
         ]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()
+
+
+def _bound_silence(transport: asyncio.Transport, seconds: float) -> None:
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # the application only waits until there is room: it cannot tell a slow client from one that never reads
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1_000 * seconds))
 
 
 def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:

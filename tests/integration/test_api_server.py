@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,17 @@ class QuickProtocol(Protocol):
     """The same with less patience: a test need not wait for the real one."""
 
     HEAD_SECONDS = 0.3
+
+
+class ImpatientProtocol(Protocol):
+    """Notes when a connection has ended."""
+
+    SILENT_SECONDS = 1.0
+    ended = threading.Event()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.ended.set()
 
 
 @contextmanager
@@ -200,3 +211,14 @@ def test_several_processes_share_a_port(checkpoint: Path) -> None:
             server.terminate()
     assert server.returncode == 0
     assert not is_up()
+
+
+def test_a_client_that_reads_nothing_is_dropped(checkpoint: Path) -> None:
+    with serving(checkpoint, ImpatientProtocol) as port, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        connection.connect(("127.0.0.1", port))
+        # answers of far more than the kernel keeps for a connection
+        connection.settimeout(5)
+        with suppress(OSError):
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n" * 1_000)
+        assert ImpatientProtocol.ended.wait(30)
