@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from support.receiver import Received, Receiver, reply
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.webhooks import ED25519_KEY, LOCAL, Hooks, SenderProcess, SenderThread
+from support.worker import Jobs
 
 OLDER_SDK = Path(sys.prefix) / "openai2"
 UNWRAP = str(Path(__file__).parents[1] / "support" / "unwrap.py")
@@ -238,7 +240,9 @@ class TestAgain:
         for _ in range(2):
             with hooks.engine.begin() as connection:
                 connection.execute(deliveries.lock_claims())
-                (row,) = connection.execute(deliveries.claim(limit=10, concurrency=4, lease_seconds=30))
+                (row,) = connection.execute(
+                    deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30)
+                )
                 fences.append(row.fence)
             hooks.end_leases()
             with hooks.engine.begin() as connection:
@@ -250,7 +254,7 @@ class TestAgain:
                 connection.execute(deliveries.settle([deliveries.Outcome(delivery.id, fence, "delivered", status=200)]))
         assert hooks.delivery().state == "pending"
         with hooks.engine.begin() as connection:
-            (row,) = connection.execute(deliveries.claim(limit=10, concurrency=4, lease_seconds=30))
+            (row,) = connection.execute(deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30))
             for _ in range(2):
                 connection.execute(
                     deliveries.settle([deliveries.Outcome(delivery.id, row.fence, "delivered", status=200)])
@@ -274,6 +278,43 @@ class TestSeveral:
             wait_until(lambda: len(hooks.deliveries(state="delivered")) == 100)
         assert len(receiver.received) == 100
         assert {len(hooks.attempts(one.id)) for one in hooks.deliveries()} == {1}
+
+    def test_an_outcome_waits_for_a_database_that_is_away(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        hooks.register(receiver.url())
+        answered, rows = threading.Event(), Jobs(settings)
+
+        def answer(connection: Any, received: Received) -> None:
+            answered.wait(20)
+            reply(200)(connection, received)
+
+        receiver.script("/hook", answer)
+        hooks.completed()
+        with SenderThread(settings):
+            wait_until(lambda: receiver.received)
+            hooks.engine.dispose()
+            with rows.outage():
+                answered.set()
+                # it has tried to settle by then, and looked for more
+                time.sleep(2)
+            delivery = hooks.wait_for("delivered")
+        rows.close()
+        assert len(receiver.received) == 1
+        assert [one.error for one in hooks.attempts(delivery.id)] == [None]
+
+    def test_endpoints_that_fail_leave_room_for_those_that_do_not(self, hooks: Hooks, receiver: Receiver) -> None:
+        for number in range(4):
+            endpoint_id, _ = hooks.register(receiver.url(f"/{number}"))
+            if number:
+                hooks.set_endpoint(endpoint_id, failures=number)
+        for _ in range(3):
+            hooks.completed()
+        with hooks.engine.begin() as connection:
+            connection.execute(deliveries.lock_claims())
+            statement = deliveries.claim(limit=100, limit_failing=5, concurrency=4, lease_seconds=30)
+            claimed = [row.is_failing for row in connection.execute(statement)]
+        assert (claimed.count(False), claimed.count(True)) == (3, 5)
 
     def test_redis_and_the_dispatcher_are_not_needed(
         self, hooks: Hooks, receiver: Receiver, settings: Settings, tmp_path: Path

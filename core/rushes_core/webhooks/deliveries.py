@@ -41,8 +41,8 @@ class Claimed:
     fence: int
     kind: str
     endpoint_id: str
-    is_own_url: bool
-    """Whether it goes to the job's own `webhook_url`."""
+    is_failing: bool
+    """Whether the last attempt at the endpoint failed."""
     event_id: str
     job_id: str | None
     type: str
@@ -102,11 +102,13 @@ WITH RECURSIVE waiting AS (
         LEFT JOIN busy ON busy.endpoint_id = e.id
     WHERE e.state = 'enabled' AND e.deleted_at IS NULL AND (e.open_until IS NULL OR e.open_until <= now())
 ), picked AS MATERIALIZED (
-    SELECT next.id FROM ready, LATERAL (
+    SELECT next.id, ready.fails FROM ready, LATERAL (
         SELECT d.id, d.next_at FROM webhook_deliveries AS d
         WHERE d.endpoint_id = ready.id AND d.state = 'pending' AND d.next_at <= now()
         ORDER BY d.next_at, d.id LIMIT ready.slots FOR NO KEY UPDATE SKIP LOCKED
     ) AS next ORDER BY ready.fails, next.next_at LIMIT :limit
+), chosen AS (
+    (SELECT id FROM picked WHERE NOT fails) UNION ALL (SELECT id FROM picked WHERE fails LIMIT :limit_failing)
 ), tests AS MATERIALIZED (  -- somebody waits for these, whatever the state of the endpoint
     SELECT d.id FROM webhook_deliveries AS d JOIN webhook_endpoints AS e ON e.id = d.endpoint_id
     WHERE d.state = 'pending' AND d.kind = 'test' AND e.deleted_at IS NULL
@@ -115,10 +117,10 @@ WITH RECURSIVE waiting AS (
     UPDATE webhook_deliveries AS d
     SET state = 'delivering', attempts = attempts + 1, fence = nextval('webhook_fence'),
         lease_until = now() + make_interval(secs => :lease_seconds)
-    WHERE d.id IN (SELECT id FROM picked UNION SELECT id FROM tests) AND d.state = 'pending'
+    WHERE d.id IN (SELECT id FROM chosen UNION SELECT id FROM tests) AND d.state = 'pending'
     RETURNING d.*
 )
-SELECT claimed.id, claimed.fence, claimed.kind, claimed.endpoint_id, e.origin IS NOT NULL AS is_own_url,
+SELECT claimed.id, claimed.fence, claimed.kind, claimed.endpoint_id, e.failures > 0 AS is_failing,
     claimed.event_id, claimed.job_id, claimed.type, coalesce(claimed.url, e.url) AS url, claimed.attempts AS number,
     claimed.step, coalesce(e.secret, s.secret) AS secret,
     CASE WHEN e.secret IS NULL THEN CASE WHEN s.previous_until > now() THEN s.previous_secret END
@@ -138,14 +140,18 @@ def lock_claims() -> TextClause:
     return _LOCK
 
 
-def claim(*, limit: int, concurrency: int, lease_seconds: float) -> TextClause:
+def claim(*, limit: int, limit_failing: int, concurrency: int, lease_seconds: float) -> TextClause:
     """Lease deliveries that are due: the members of `Claimed`.
 
     At most `concurrency` of an endpoint are under way, whoever holds them; one of an endpoint that keeps failing.
-    Endpoints that do not fail come first.
+    Endpoints that do not fail come first, and of the others there are `limit_failing` at most.
     """
     return _CLAIM.bindparams(
-        limit=limit, concurrency=concurrency, lease_seconds=lease_seconds, breaker=BREAKER_FAILURES
+        limit=limit,
+        limit_failing=limit_failing,
+        concurrency=concurrency,
+        lease_seconds=lease_seconds,
+        breaker=BREAKER_FAILURES,
     )
 
 

@@ -32,6 +32,8 @@ log = get_logger(__name__)
 
 MAX_UNDER_WAY = 512
 """Requests of one process at once."""
+MAX_FAILING_UNDER_WAY = 256
+"""Of these, to endpoints whose last attempt failed: they may all hang until the deadline."""
 MAX_SETTLED = 500
 """Outcomes that are written in one transaction."""
 LEASE_MARGIN_SECONDS = 30.0
@@ -66,7 +68,7 @@ class Sender:
         self._timeout_seconds = settings.webhook_timeout_seconds
         self._lease_seconds = settings.webhook_timeout_seconds + LEASE_MARGIN_SECONDS
         self._concurrency = settings.webhook_concurrency
-        self._under_way: dict[asyncio.Task[None], int] = {}
+        self._under_way: dict[asyncio.Task[None], list[Claimed]] = {}
         self._done: list[Outcome] = []
         self._told_ends: set[str] = set()
         self._unsent: list[tuple[str, int]] = []
@@ -105,7 +107,7 @@ class Sender:
                 failing = False
                 for group in _by_job(claimed):
                     task = asyncio.create_task(self._deliver(group, time.monotonic()))
-                    self._under_way[task] = len(group)
+                    self._under_way[task] = group
                     task.add_done_callback(self._ended)
                 if not claimed and not self._done:
                     await self._pause(POLL_SECONDS)
@@ -120,7 +122,8 @@ class Sender:
     async def _turn(self) -> list[Claimed]:
         """Settle and claim in one transaction."""
         outcomes, unsent = self._done[:MAX_SETTLED], list(self._unsent)
-        room = MAX_UNDER_WAY - sum(self._under_way.values())
+        under_way = [one for group in self._under_way.values() for one in group]
+        room = MAX_UNDER_WAY - len(under_way)
         claimed: list[Claimed] = []
         async with self._engine.begin() as connection:
             if outcomes:
@@ -130,7 +133,10 @@ class Sender:
             if room > 0 and not self._stopping:
                 await connection.execute(deliveries.lock_claims())
                 statement = deliveries.claim(
-                    limit=room, concurrency=self._concurrency, lease_seconds=self._lease_seconds
+                    limit=room,
+                    limit_failing=max(0, MAX_FAILING_UNDER_WAY - sum(one.is_failing for one in under_way)),
+                    concurrency=self._concurrency,
+                    lease_seconds=self._lease_seconds,
                 )
                 claimed = [Claimed(**row) for row in (await connection.execute(statement)).mappings()]
         del self._done[: len(outcomes)]
