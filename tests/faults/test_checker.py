@@ -19,6 +19,8 @@ class Story:
         self.records: list[Record] = []
         self.job: dict[str, Any] = {
             "id": JOB,
+            "project": "default",
+            "api_key": "key_1",
             "state": "completed",
             "generation": 1,
             "attempt": 1,
@@ -144,6 +146,15 @@ def test_poison_job_that_is_quarantined_passes() -> None:
     story = Story()
     story.fail("worker_crash")
     story.say("create", job=JOB, status=200, seconds=0.1, poison=True)
+    assert caught(story) == set()
+
+
+def test_limit_that_is_kept_and_pauses_of_others_or_at_other_times_pass() -> None:
+    story = Story()
+    story.requeue()
+    story.say("meta", max_running={"key_1": 1, "key_2": 0})
+    pause(story, 2.5, 4.5)
+    pause(story, 0.0, 9.0, project="another")
     assert caught(story) == set()
 
 
@@ -320,6 +331,15 @@ def discontented_scenario(story: Story) -> None:
     story.say("expect", "fail", job=JOB, what="one object", holds=False, detail="2")
 
 
+def more_than_the_limit(story: Story) -> None:
+    story.say("meta", max_running={"key_1": 0})
+
+
+def pause(story: Story, begin: float, end: float, project: str = "default") -> None:
+    for name, at in (("paused", begin), ("resumed", end)):
+        story.say("mark", t=at, name=name, project=project)
+
+
 @pytest.mark.parametrize(
     ("tell", "invariant", "kind"),
     [
@@ -360,6 +380,8 @@ def discontented_scenario(story: Story) -> None:
         (internal_error, "I15", "other"),
         (refusal_without_a_body, "I15", "other"),
         (hanging_request, "I15", "stuck"),
+        (more_than_the_limit, "I16", "other"),
+        (lambda story: pause(story, 0.5, 3.0), "I17", "other"),
         (discontented_scenario, "X", "other"),
     ],
 )

@@ -17,6 +17,8 @@
 | I13 ready work is claimed soon after recovery | `mark lifted`, `dump.job_events` | needs a job that was ready then |
 | I14 urgent jobs wait no longer than agreed | `meta.interactive_p95_seconds`, `dump.job_events` | without that bound |
 | I15 the API answers 429 or 503, with a body, in time | `create`, `cancel`, `delete`, `get` | |
+| I16 a key never has more leased jobs than it may | `meta.max_running`, `dump.job_events` | queued ones that are open |
+| I17 nothing of a paused project is claimed | `mark paused`, `mark resumed`, `dump.job_events` | claims within 1 s |
 | X | `expect` records: what one scenario demands beyond these | |
 """
 
@@ -47,6 +49,7 @@ ALLOWED = frozenset(
         ("running", "queued"),
     }
 )
+LEASED = frozenset({"claimed", "running"})
 RETRIED = frozenset({"failed", "cancelled", "expired"})
 """States that a retry leaves, as a new generation."""
 MAX_HINTS = 64
@@ -387,6 +390,43 @@ def _the_api_answers(view: View) -> Iterator[Violation]:
             yield Violation("I15", STUCK, record["job"], f"{record['op']} took {seconds:.1f} s")
 
 
+def _keys_keep_to_their_limits(view: View) -> Iterator[Violation]:
+    limits: dict[str, int] = view.meta.get("max_running", {})
+    for key, limit in limits.items():
+        changes: list[tuple[float, int, str]] = []
+        for job_id, events in view.events.items():
+            if job_id not in view.jobs or view.jobs[job_id]["api_key"] != key:
+                continue
+            for event in events:
+                change = (event["new_state"] in LEASED) - (event["old_state"] in LEASED)
+                if change:
+                    changes.append((event["at"], change, job_id))
+        running = 0
+        # what ends at the same moment ends first
+        for _, change, job_id in sorted(changes):
+            running += change
+            if running > limit:
+                yield Violation("I16", OTHER, job_id, f"{running} jobs of {key} were leased at once, limit {limit}")
+                break
+
+
+def _nothing_paused_is_claimed(view: View) -> Iterator[Violation]:
+    paused_at: dict[str, float] = {}
+    pauses: list[tuple[str, float, float]] = []
+    for mark in view.ops("mark"):
+        project = mark["data"].get("project", "")
+        if mark["data"].get("name") == "paused":
+            paused_at.setdefault(project, mark["t_wall"])
+        elif mark["data"].get("name") == "resumed" and project in paused_at:
+            pauses.append((project, paused_at.pop(project), mark["t_wall"]))
+    for job_id, events in view.events.items():
+        for project, start, end in pauses:
+            claims = [e["at"] for e in events if e["new_state"] == "claimed"]
+            late = [at for at in claims if start + START_SLACK_SECONDS < at < end]
+            if late and job_id in view.jobs and view.jobs[job_id]["project"] == project:
+                yield Violation("I17", OTHER, job_id, f"claimed {late[0] - start:.1f} s after {project} was paused")
+
+
 def _scenario_is_content(view: View) -> Iterator[Violation]:
     for record in view.ops("expect"):
         if not record["data"]["holds"]:
@@ -409,5 +449,7 @@ INVARIANTS: tuple[Callable[[View], Iterator[Violation]], ...] = (
     _ready_work_is_claimed_soon,
     _urgent_jobs_do_not_wait,
     _the_api_answers,
+    _keys_keep_to_their_limits,
+    _nothing_paused_is_claimed,
     _scenario_is_content,
 )

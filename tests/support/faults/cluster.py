@@ -25,7 +25,7 @@ from rushes_cli.stack.process import guarded
 from rushes_core.settings import Settings
 from rushes_worker.child import settings_environment
 from sqlalchemy import make_url
-from support.api import API_KEY, AUTHORIZED
+from support.api import API_KEY
 from support.checkpoints import tiny_checkpoint
 from support.faults.api import SIZE
 from support.faults.history import History, load
@@ -117,11 +117,13 @@ class Api(Process):
 class Client:
     """Calls the API and writes every call down. Any thread may use it."""
 
-    def __init__(self, url: str, history: History) -> None:
+    def __init__(self, url: str, history: History, *, secret: str = API_KEY, name: str = "key") -> None:
         self._history = history
-        self._http = httpx.Client(base_url=url, headers=AUTHORIZED, timeout=CLIENT_TIMEOUT_SECONDS, trust_env=False)
+        headers = {"Authorization": f"Bearer {secret}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=CLIENT_TIMEOUT_SECONDS, trust_env=False)
         self._lock = threading.Lock()
         self._count = 0
+        self._name = name
 
     def create(
         self, prompt: str = "a wave", *, key: str | None = None, poison: bool = False, tries: int = 1, **fields: Any
@@ -129,7 +131,7 @@ class Client:
         """Post a job, again under the same key while the answer is unknown or 503; its id once it is accepted."""
         with self._lock:
             self._count += 1
-            key = key or f"key-{self._count}"
+            key = key or f"{self._name}-{self._count}"
         body = {"prompt": prompt, "seconds": "4", "size": SIZE, "seed": 7, "metadata": {"key": key}} | fields
         for attempt in range(tries):
             if attempt:
@@ -156,6 +158,13 @@ class Client:
 
     def content(self, job_id: str) -> httpx.Response | None:
         return self._call("get", "GET", f"/v1/videos/{job_id}/content", job=job_id)
+
+    def ask(self, method: str, path: str, **members: Any) -> dict[str, Any]:
+        """Something that an operator does; it must work."""
+        answer = self._http.request(method, path, json=members or None)
+        assert answer.is_success, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
 
     def close(self) -> None:
         self._http.close()
@@ -413,9 +422,18 @@ class Cluster:
             self._running.callback(self._client.close)
         return self._client
 
-    def load(self, count: int, **changes: Any) -> Load:
+    def load(self, count: int, *, client: Client | None = None, **changes: Any) -> Load:
         """A load that has begun."""
-        return Load(self.client, random.Random(self.random.random()), count, **changes).start()
+        return Load(client or self.client, random.Random(self.random.random()), count, **changes).start()
+
+    def limited_client(self, *, max_running: int) -> Client:
+        """A client whose key of its own may have so many jobs running at once."""
+        name = f"limited-{max_running}"
+        key = self.client.ask("POST", "/v1/api_keys", project="default", name=name, max_running=max_running)
+        self.meta(max_running={key["id"]: max_running})
+        client = Client(self.api_url, self.history, secret=key["secret"], name=name)
+        self._running.callback(client.close)
+        return client
 
     # what a scenario looks at
 

@@ -97,6 +97,31 @@ def _killed_supervisor(cluster: Cluster) -> None:
     os.kill(cluster.supervisor_of(slow_job(cluster)), signal.SIGKILL)
 
 
+def _open_everything(cluster: Cluster) -> None:
+    with cluster.servers.connect(cluster.env) as connection:
+        connection.execute(
+            "CREATE OR REPLACE FUNCTION open_holds(key text) RETURNS integer LANGUAGE plpgsql AS $$ BEGIN"
+            " UPDATE jobs SET hold = NULL WHERE api_key = key AND hold IS NOT NULL; RETURN 0; END $$"
+        )
+
+
+def _limited_jobs(cluster: Cluster) -> None:
+    cluster.start(workers=2)
+    limited = cluster.limited_client(max_running=1)
+    cluster.load(6, client=limited, cancels=0.0, deletes=0.0, step_seconds=(0.1, 0.2)).join()
+
+
+def _paused_jobs(cluster: Cluster) -> None:
+    cluster.start(workers=1)
+    cluster.client.ask("POST", "/v1/queue/pause")
+    cluster.mark("paused", project="default")
+    time.sleep(1.5)
+    cluster.load(3, cancels=0.0, deletes=0.0).join()
+    time.sleep(2)
+    cluster.mark("resumed", project="default")
+    cluster.client.ask("POST", "/v1/queue/resume")
+
+
 def _cancel_while_claimed(cluster: Cluster) -> None:
     """A worker is stopped between claim and start, and its job is cancelled meanwhile."""
     job_id, stopped = at_point(cluster, "before start:stop")
@@ -125,4 +150,6 @@ MUTANT_RUNS: dict[str, Mutant] = {
     "start ignores a cancel, no guard": Mutant(
         "cancelled between claim and start", _cancel_while_claimed, "start ignores cancel", _drop_guard
     ),
+    "every held job is opened": Mutant("none, two workers", _limited_jobs, "", _open_everything),
+    "claims ignore pauses": Mutant("none", _paused_jobs, "no pause"),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 from rushes_core import jobs, storage
 from rushes_core.models import Job
+from rushes_core.predicates import in_states
 from rushes_core.states import JobState, sources
 from rushes_worker.ledger import Ledger
 from sqlalchemy import and_
@@ -49,7 +50,7 @@ def _no_fence() -> None:
     """Transitions ask for the state alone."""
 
     def held(job_id: str, fence: int, target: JobState) -> ColumnElement[bool]:
-        return and_(Job.id == job_id, Job.state.in_(sources(target)))
+        return and_(Job.id == job_id, in_states(*sources(target)))
 
     jobs._held = held  # pyright: ignore[reportPrivateUsage]
 
@@ -138,6 +139,14 @@ def _start_ignores_cancel() -> None:
     jobs.start = start
 
 
+def _no_pause() -> None:
+    """Claims take jobs of paused projects."""
+    paused = "ARRAY(SELECT project FROM queue_pauses)"
+    for name in ("_CANDIDATE", "_CLAIM"):
+        setattr(jobs, name, getattr(jobs, name).replace(paused, "ARRAY[]::text[]"))
+    assert paused not in jobs._CANDIDATE + jobs._CLAIM  # pyright: ignore[reportPrivateUsage]
+
+
 def commit_after_answer(*, seconds: float) -> None:
     """Requests are answered before their transaction is committed, `seconds` later."""
     from rushes_api import app
@@ -173,6 +182,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "no sweeper": _no_sweeper,
     "no verification": _no_verification,
     "start ignores cancel": _start_ignores_cancel,
+    "no pause": _no_pause,
 }
 
 
