@@ -14,7 +14,7 @@ from rushes_core.fields import shown
 from rushes_core.models import Job
 from rushes_core.settings import ContentDelivery
 from rushes_core.states import JobState
-from rushes_core.storage import Destination, ObjectStore, content_disposition
+from rushes_core.storage import ObjectStore, bucket_of_result, content_disposition
 from rushes_core.variants import PICTURES, VARIANTS, Variant
 
 from rushes_api.byte_range import ByteRange, Unsatisfiable, etag_matches, parse_range
@@ -178,4 +178,4 @@ async def _in_threads(pieces: Iterator[bytes], limiter: CapacityLimiter) -> Asyn
 
 
 def _store_of(job: Job, state: State) -> ObjectStore:
-    return state["store"].in_bucket(Destination.of(job.request).bucket)
+    return state["store"].in_bucket(bucket_of_result(job.request, job.result or {}))

@@ -79,9 +79,11 @@ def mark_result_removed(job_id: str) -> Update:
     return update(Job).where(Job.id == job_id, text(RESULT_RETAINED)).values(result=Job.result.op("||")(removed))
 
 
-def owners_of_objects(job_ids: Sequence[str]) -> Select[str, JobState, int | None, Any, dict[str, Any]]:
-    """Id, state, fence, key of the result and request of each of these jobs that there is."""
-    return select(Job.id, Job.state, Job.fence, Job.result["key"].astext, Job.request).where(Job.id.in_(job_ids))
+def owners_of_objects(
+    job_ids: Sequence[str],
+) -> Select[str, JobState, int | None, dict[str, Any] | None, dict[str, Any]]:
+    """Id, state, fence, result and request of each of these jobs that there is."""
+    return select(Job.id, Job.state, Job.fence, Job.result, Job.request).where(Job.id.in_(job_ids))
 
 
 def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:

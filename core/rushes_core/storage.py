@@ -92,6 +92,12 @@ class Destination:
         return job_prefix(project, job_id, key_prefix=self.key_prefix)
 
 
+def bucket_of_result(request: Mapping[str, Any], result: Mapping[str, Any]) -> str | None:
+    """Bucket of a completed job's clip; None: the deployment's usual one, whatever it was called then."""
+    # the request may name a bucket and its worker, of the release before, not have known
+    return None if Destination.of(request).bucket is None else result.get("bucket")
+
+
 class ObjectStore:
     """One bucket. Clients of boto3 may be used from several threads."""
 

@@ -18,7 +18,7 @@ from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
-from rushes_core.storage import RESULTS, Destination, ObjectStore, StoredItem
+from rushes_core.storage import RESULTS, Destination, ObjectStore, StoredItem, bucket_of_result
 
 log = get_logger(__name__)
 
@@ -124,8 +124,14 @@ class Sweeper:
 
     def _remove_objects_of(self, job: Job) -> int:
         destination = Destination.of(job.request)
+        prefix = destination.prefix(job.project, job.id)
         store = self._store.in_bucket(destination.bucket)
-        return store.delete_prefix(destination.prefix(job.project, job.id))
+        count = store.delete_prefix(prefix)
+        if job.result is not None:
+            of_result = self._store.in_bucket(bucket_of_result(job.request, job.result))
+            if of_result.bucket != store.bucket or not job.result["key"].startswith(prefix):
+                count += of_result.delete_prefix(_folder(job.result["key"]))
+        return count
 
     def _orphans_of(self, items: list[StoredItem], bucket: str) -> list[Orphan]:
         # a key of another form is not ours to judge
@@ -137,9 +143,9 @@ class Sweeper:
         usual = self._store.bucket
         # by-products lie beside the clip
         kept_folders = {
-            key.rpartition("/")[0] + "/"
-            for _, _, _, key, request in found
-            if key is not None and (Destination.of(request).bucket or usual) == bucket
+            _folder(result["key"])
+            for _, _, _, result, request in found
+            if result is not None and (bucket_of_result(request, result) or usual) == bucket
         }
         held = {(job_id, fence) for job_id, state, fence, _, _ in found if state in LEASED_STATES}
         # another bucket may be shared with others, whose jobs are not known here
@@ -200,3 +206,8 @@ class Sweeper:
                 connection.execute(leftovers.forget_idle_shares())
         except OperationalError as error:
             log.debug("shares_busy", error=str(error).splitlines()[0])
+
+
+def _folder(key: str) -> str:
+    """Prefix of everything that lies beside the object with this key."""
+    return key.rpartition("/")[0] + "/"

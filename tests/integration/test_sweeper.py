@@ -86,7 +86,8 @@ def completed(rows: JobRows, store: ObjectStore, directory: Path, **values: Any)
         put(store, directory, result_key(job.project, job.id, job.attempt, job.fence or 0, name, key_prefix=key_prefix))
         for name in ("video.mp4", "thumbnail.jpg")
     )
-    return rows.run(jobs.complete(job.id, fence=job.fence or 0, result={**RESULT, "key": key}, timings={}))
+    result = {**RESULT, "bucket": store.bucket, "key": key}
+    return rows.run(jobs.complete(job.id, fence=job.fence or 0, result=result, timings={}))
 
 
 class TestSweep:
@@ -161,6 +162,20 @@ class TestPurge:
         sweeper.purge_again()
         sweeper.close()
         assert [item.key for page in elsewhere.list_pages("") for item in page] == [neighbour]
+
+    def test_finds_what_a_worker_of_the_release_before_stored_as_it_always_did(
+        self, other: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path, old: None
+    ) -> None:
+        job = rows.running(request={"output": {"bucket": OTHER_BUCKET, "key_prefix": "acme"}})
+        key = put(store, tmp_path, result_key(job.project, job.id, job.attempt, job.fence or 0))
+        result = {**RESULT, "bucket": store.bucket, "key": key}
+        rows.run(jobs.complete(job.id, fence=job.fence or 0, result=result, timings={}))
+        sweeper = Sweeper(other)
+        assert list(sweeper.orphans(delete=True)) == []
+        rows.run(jobs.delete_job(job.id, project="default"))
+        sweeper.purge()
+        sweeper.close()
+        assert store.head(key) is None
 
     def test_passes_over_a_job_whose_objects_cannot_be_removed(
         self, settings: Settings, rows: JobRows, store: ObjectStore, tmp_path: Path

@@ -125,7 +125,8 @@ class JobDriver:
         self, job: Job, data: bytes, tmp: Path, *, is_stored: bool = True, variants: dict[str, bytes] | None = None
     ) -> Job:
         """Complete a running job as `complete` does."""
-        result: dict[str, Any] = {"bucket": self.store.bucket, **self._store(job, VIDEO, data, tmp, is_stored)}
+        bucket = Destination.of(job.request).bucket or self.store.bucket
+        result: dict[str, Any] = {"bucket": bucket, **self._store(job, VIDEO, data, tmp, is_stored)}
         if variants is not None:
             result["variants"] = {
                 name: self._store(job, VARIANTS[name], content, tmp, is_stored) for name, content in variants.items()
