@@ -291,6 +291,26 @@ class TestModels:
         assert found["num_frames"][0] == 107
         assert found["num_frames"][-1] == 362
         assert found["fixed"]["num_inference_steps"] == 9
+        assert found["tasks"] == ["t2va", "t2av"]
+        assert found["target"]["short_edge"] == [768, 480]
+        assert found["target"]["aspect_ratio"] == ["auto", "21:9", "16:9", "4:3", "1:1", "3:4", "9:16"]
+        assert found["retention_seconds"] == {"min": 3_600, "max": 2_592_000}
+        assert found["priority_numbers"] == {"interactive": {"min": 67}, "normal": {"min": 33}, "bulk": {"min": 0}}
+
+    def test_what_capabilities_say_of_uniserves_body_is_accepted(self, client: TestClient) -> None:
+        found = client.get("/v1/capabilities").json()
+        for short_edge in found["target"]["short_edge"]:
+            for aspect_ratio in found["target"]["aspect_ratio"]:
+                target = {"short_edge": short_edge, "aspect_ratio": aspect_ratio}
+                body = {"prompt": "x", "task": found["tasks"][0], "target": target}
+                resolved = client.post("/v1/videos/validate", json=body).json()
+                ratio = "16:9" if aspect_ratio == "auto" else aspect_ratio
+                (size,) = (
+                    one["size"]
+                    for one in found["sizes"]
+                    if (one["short_edge"], one["aspect_ratio"]) == (short_edge, ratio)
+                )
+                assert resolved["size"] == size
 
     def test_what_capabilities_call_fixed_is_accepted(self, client: TestClient) -> None:
         fixed = client.get("/v1/capabilities").json()["fixed"]
