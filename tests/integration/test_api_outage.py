@@ -5,16 +5,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
 from rushes_api import readiness
 from rushes_api.app import create_app
+from rushes_core import storage
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
 from sqlalchemy import make_url
 from starlette.testclient import TestClient
-from support.api import API_KEY, AUTHORIZED, JobDriver, offline_settings
+from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.proxy import FreezableProxy
 from support.stack import SharedStack, libpq_url, settings_env
@@ -184,4 +186,34 @@ def test_a_frozen_store_does_not_hold_clients(
             assert client.get(f"/v1/videos/{video_id}").json()["status"] == "completed"
             proxy.thaw()
             assert client.get(content).content == b"clip"
+    driver.close()
+
+
+def test_a_store_that_falls_silent_in_the_middle_of_a_clip_ends_the_stream(
+    api_settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
+    store = make_url(api_settings.s3_endpoint_url)
+    assert store.host is not None
+    assert store.port is not None
+    # more than the sockets on the way hold
+    clip = bytes(32_000_000)
+    driver = JobDriver(api_settings)
+    with FreezableProxy(store.host, store.port) as proxy:
+        relayed = api_settings.model_copy(update={"s3_endpoint_url": f"http://127.0.0.1:{proxy.port}"})
+        with ThreadedApi(relayed) as api, httpx.Client(base_url=api.url, headers=AUTHORIZED, timeout=60) as http:
+            video_id = http.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+            driver.complete(video_id, clip, tmp_path)
+            content = f"/v1/videos/{video_id}/content"
+            with http.stream("GET", content) as response:
+                pieces = response.iter_raw()
+                received = len(next(pieces))
+                proxy.freeze()
+                # the length was announced, so the client knows that this is not the whole
+                with pytest.raises(httpx.TransportError):
+                    received += sum(len(piece) for piece in pieces)
+            assert received < len(clip)
+            assert http.get("/v1/videos").status_code == 200
+            proxy.thaw()
+            assert http.get(content, headers={"Range": "bytes=-10"}).content == bytes(10)
     driver.close()
