@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,8 @@ from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
+
+from rushes_cli.main import UsageError
 
 SYNTHETIC = "synthetic"
 MEDIA_SECONDS = 120.0
@@ -56,7 +57,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     pipeline.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
     pipeline.add_argument("--keep", type=Path, metavar="FILE", help="keep the last clip")
     pipeline.add_argument("--parts", action="store_true", help="time one denoise step and one unit, not whole clips")
-    pipeline.add_argument("--plain", nargs="*", default=[], metavar="OPERATION", help="compute these in plain PyTorch")
+    pipeline.add_argument("--plain", nargs="*", default=[], choices=OPERATIONS, help="compute these in plain PyTorch")
     pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
     pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
     pipeline.set_defaults(run=_pipeline)
@@ -162,24 +163,32 @@ class ProfilingReporter(TimedReporter):
 
 
 def _pipeline(arguments: argparse.Namespace) -> int:
+    cases = _cases(arguments)
     if not torch.cuda.is_available():
-        return _refuse("needs a CUDA device")
-    try:
-        width, height = map(int, arguments.size.split("x"))
-    except ValueError:
-        return _refuse(f"--size must be WIDTHxHEIGHT, got {arguments.size}")
-    cases = [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
+        raise RushesError("needs a CUDA device")
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess() as media:
-        try:
-            _bench(arguments, cases, Path(name), media)
-        except (RushesError, ValueError) as error:
-            return _refuse(str(error))
+        _bench(arguments, cases, Path(name), media)
     return 0
 
 
-def _refuse(reason: str) -> int:
-    print(f"rushes bench: {reason}", file=sys.stderr)
-    return 1
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    """
+    Raises:
+        UsageError: a size, a length or a count cannot be.
+    """
+    try:
+        width, height = map(int, arguments.size.split("x"))
+    except ValueError:
+        raise UsageError(f"--size must be WIDTHxHEIGHT, got {arguments.size}") from None
+    for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
+        if count < least:
+            raise UsageError(f"{name} must be at least {least}, got {count}")
+    try:
+        for seconds in arguments.seconds:
+            Clip.for_seconds(seconds)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    return [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
 
 
 def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media: MediaProcess) -> None:
@@ -188,40 +197,56 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
     checkpoint = _open(arguments, folder)
     pipeline = FastH3Pipeline(checkpoint, device="cuda:0", options=options)
     torch.cuda.synchronize()
-    resident = torch.cuda.memory_allocated()
+    resident = torch.cuda.memory_allocated() / 2**30
     weights = "synthetic weights" if arguments.weights == SYNTHETIC else arguments.weights
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {weights}")
-    print(f"loaded in {time.perf_counter() - started:.1f} s, {resident / 2**30:.1f} GiB resident", flush=True)
-    check_kernels(Parts(pipeline, cases[0].request(arguments.seed), cases[0].tokens))
+    print(f"loaded in {time.perf_counter() - started:.1f} s, {resident:.1f} GiB resident", flush=True)
+    first = cases[0]
+    check_kernels(Parts(pipeline, first.request(arguments.seed), first.tokens))
     compute_plainly(arguments.plain)
-    if arguments.parts:
-        for case in cases:
-            _time_parts(checkpoint, pipeline, case, weights, arguments.seed)
-        return
     for case in cases:
         torch.cuda.reset_peak_memory_stats()
-        runs = []
-        for i in range(-arguments.warm_up, arguments.repeat):
-            stages = _render(pipeline, case, folder, media, arguments.seed, arguments.keep)
-            print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
-            runs += [stages] if i >= 0 else []
-        middle = Stages(**{name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
-        work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case)
-        figures: dict[str, Any] = {
-            "case": case.title,
-            "weights": weights,
-            **{name: round(value, 4) for name, value in asdict(middle).items()},
-            "spread": [round(min(run.total for run in runs), 3), round(max(run.total for run in runs), 3)],
-            "denoising_tflops": round(work / middle.denoising / 1e12, 1),
+        if arguments.parts:
+            figures = _time_parts(checkpoint, pipeline, case, arguments.seed)
+        else:
+            figures = _time_clips(checkpoint, pipeline, case, folder, media, arguments)
+        where = {
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
         }
-        print(json.dumps(figures), flush=True)
+        what = {"case": case.title, "weights": weights, "plain": arguments.plain}
+        print(json.dumps(what | figures | where), flush=True)
     if arguments.ablation:
-        _ablation(Parts(pipeline, cases[0].request(arguments.seed), cases[0].tokens))
+        _ablation(Parts(pipeline, first.request(arguments.seed), first.tokens))
+        compute_plainly(arguments.plain)
     if arguments.profile:
-        _profile(pipeline, cases[0], folder, media, arguments.seed)
+        _profile(pipeline, first, folder, media, arguments.seed)
+
+
+def _time_clips(
+    checkpoint: Checkpoint,
+    pipeline: FastH3Pipeline,
+    case: Case,
+    folder: Path,
+    media: MediaProcess,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Medians over the clips that count."""
+    runs = []
+    for i in range(-arguments.warm_up, arguments.repeat):
+        stages = _render(pipeline, case, folder, media, arguments.seed, arguments.keep)
+        print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
+        if i >= 0:
+            runs.append(stages)
+    middle = {name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])}
+    totals = [run.total for run in runs]
+    work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case)
+    return {
+        **{name: round(value, 4) for name, value in middle.items()},
+        "spread": [round(min(totals), 3), round(max(totals), 3)],
+        "denoising_tflops": round(work / middle["denoising"] / 1e12, 1),
+    }
 
 
 def _open(arguments: argparse.Namespace, folder: Path) -> Checkpoint:
@@ -241,24 +266,18 @@ def _clip(case: Case, folder: Path, media: MediaProcess, keep: Path | None = Non
     path.unlink()
 
 
-def _time_parts(checkpoint: Checkpoint, pipeline: FastH3Pipeline, case: Case, weights: str, seed: int) -> None:
-    torch.cuda.reset_peak_memory_stats()
+def _time_parts(checkpoint: Checkpoint, pipeline: FastH3Pipeline, case: Case, seed: int) -> dict[str, Any]:
+    """One denoise step and one decoded unit, and what all of a clip add up to."""
     parts = Parts(pipeline, case.request(seed), case.tokens)
     step, unit = _seconds(parts.step), _seconds(parts.unit)
-    contract, clip = checkpoint.contract, Clip.for_seconds(case.seconds)
-    work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case) / contract.num_forwards
-    figures = {
-        "case": case.title,
-        "weights": weights,
+    num_steps, num_units = checkpoint.contract.num_forwards, Clip.for_seconds(case.seconds).num_units
+    work = transformer_flop(checkpoint.transformer_config, checkpoint.contract, case) / num_steps
+    return {
         "step": round(step, 4),
         "unit": round(unit, 4),
-        "steps_and_units": round(contract.num_forwards * step + clip.num_units * unit, 3),
+        "steps_and_units": round(num_steps * step + num_units * unit, 3),
         "step_tflops": round(work / step / 1e12, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
     }
-    print(json.dumps(figures), flush=True)
 
 
 def _seconds(part: Callable[[], object]) -> float:

@@ -29,6 +29,19 @@ def test_needs_a_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert capsys.readouterr().err == "rushes bench: needs a CUDA device\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--size", "1344"], "--size must be WIDTHxHEIGHT, got 1344"),
+        (["--seconds", "3"], "--seconds must be between 4 and 15, got 3"),
+        (["--repeat", "0"], "--repeat must be at least 1, got 0"),
+    ],
+)
+def test_wrong_usage_is_one_line(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pipeline", "--weights", "synthetic", *option]) == 2
+    assert capsys.readouterr().err == f"rushes bench: {message}\n"
+
+
 @pytest.mark.parametrize("error", [0.1, float("nan")])
 def test_kernels_that_are_wrong_get_no_figures(error: float) -> None:
     with pytest.raises(InvalidOutput, match="no figures: a block of the transformer is off by"):
