@@ -1,13 +1,12 @@
 """Ctrl-C, SIGTERM and SIGHUP end a command once and in order; none of them can cut its cleaning up short."""
 
-import ctypes
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_PR_SET_PDEATHSIG = 1
+from rushes_core.parent import signal_with_parent
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -60,7 +59,7 @@ def deferred() -> Iterator[None]:
 
 def end_with_parent() -> None:
     """Get SIGTERM when the process that started this one ends, so that killing `make up` ends what it runs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal_with_parent(signal.SIGTERM)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -1,6 +1,5 @@
 """Processes that end with the one that started them, and what they inherit."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from rushes_core.parent import signal_with_parent
+
 # ranks and media processes need none of it
 if TYPE_CHECKING:
     from rushes_core.settings import Settings
 
-_PR_SET_PDEATHSIG = 1
 _PREFIX = "RUSHES_"
 _SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
 
@@ -40,9 +40,7 @@ def spawn(
 
 def end_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends; leave at once if that has happened already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    signal_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)
 

@@ -1,7 +1,8 @@
 """Turns itself into another program that does not outlive the process that started it.
 
 Run by path with `python -I -S guard.py PARENT DEATH_SIGNAL UID GID PROGRAM ARGUMENT...`; UID -1 keeps the user. It
-drops privileges only after the interpreter is loaded, so that the target user need not be able to read the interpreter.
+drops privileges only after the interpreter is loaded, so that the target user need not be able to read the interpreter,
+nor any module of ours: nothing is imported that is not the standard library's.
 """
 
 import ctypes
