@@ -12,6 +12,7 @@ from rushes_core import backlog, measured, replicas
 from rushes_core.fields import PRIORITIES
 from rushes_core.log import get_logger
 from rushes_core.states import JobState
+from rushes_core.webhooks import deliveries, endpoints
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -37,6 +38,8 @@ class _Reading:
     replicas: Sequence[Any]
     recent: Sequence[Any]
     num_paused: int
+    webhooks: Any
+    webhook_endpoints: Sequence[Any]
 
 
 class Metrics:
@@ -121,6 +124,7 @@ class _DatabaseFigures(Collector):
             yield from _queue_figures(reading)
             yield _replica_figures(reading)
             yield from _time_figures(reading)
+            yield from _webhook_figures(reading)
 
 
 async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
@@ -128,7 +132,9 @@ async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
     up = (await session.execute(replicas.up(seen_within_seconds=seen_within_seconds))).scalars().all()
     recent = (await session.execute(measured.recent(QUANTILES))).all()
     pauses = (await session.execute(backlog.queue_pauses())).scalars().all()
-    return _Reading(time.monotonic(), queue, up, recent, len(pauses))
+    webhooks = (await session.execute(deliveries.standing())).one()
+    endpoint_states = (await session.execute(endpoints.states())).all()
+    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states)
 
 
 def _queue_figures(reading: _Reading) -> Iterable[Metric]:
@@ -161,6 +167,22 @@ def _replica_figures(reading: _Reading) -> Metric:
     for labels, count in sorted(counts.items()):
         family.add_metric(labels, count)
     return family
+
+
+def _webhook_figures(reading: _Reading) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "rushes_webhooks_waiting", "Deliveries that wait to be sent, or sent again", value=reading.webhooks.num_waiting
+    )
+    yield GaugeMetricFamily(
+        "rushes_webhook_lag_seconds",
+        "Since when the first that is due might have been sent",
+        value=reading.webhooks.lag,
+    )
+    family = GaugeMetricFamily("rushes_webhook_endpoints", "Registered endpoints", labels=["state"])
+    counts = dict(reading.webhook_endpoints)
+    for state in ("enabled", "paused", "disabled"):
+        family.add_metric([state], counts.get(state, 0))
+    yield family
 
 
 def _time_figures(reading: _Reading) -> Iterable[Metric]:

@@ -80,6 +80,12 @@ def test_replicas_and_pauses_are_counted(client: TestClient, driver: JobDriver) 
     assert value(client, "rushes_queues_paused") == 1
 
 
+def test_webhooks_that_wait_are_counted(client: TestClient) -> None:
+    assert value(client, "rushes_webhooks_waiting") == 0
+    assert value(client, "rushes_webhook_lag_seconds") == 0
+    assert value(client, "rushes_webhook_endpoints", state="enabled") == 0
+
+
 def test_times_of_the_last_completed_jobs_are_told_by_size(
     client: TestClient, driver: JobDriver, tmp_path: Path
 ) -> None:

@@ -236,3 +236,22 @@ def _fence(hooks: Hooks, job: Job) -> int:
     fence = hooks.jobs.read(job.id).fence
     assert fence is not None
     return fence
+
+
+def test_figures_tell_what_waits_and_for_how_long(hooks: Hooks) -> None:
+    idle = hooks.standing()
+    assert (idle.num_waiting, idle.lag) == (0, 0)
+    first, _ = hooks.register(URL)
+    paused, _ = hooks.register(URL)
+    off, _ = hooks.register(URL)
+    hooks.set_endpoint(paused, failures=10, open_until=datetime.now(UTC) + timedelta(minutes=1))
+    hooks.set_endpoint(off, state="disabled")
+    hooks.completed()
+    with hooks.engine.begin() as connection:
+        connection.execute(text("UPDATE webhook_deliveries SET next_at = now() - interval '1 hour'"))
+    late = hooks.standing()
+    assert late.num_waiting == 2
+    assert 3_600 <= late.lag < 3_660
+    assert hooks.endpoint_states() == {"enabled": 1, "paused": 1, "disabled": 1}
+    hooks.set_endpoint(first, open_until=datetime.now(UTC) + timedelta(minutes=1))
+    assert hooks.standing().lag == 0, "who is paused waits by intention"

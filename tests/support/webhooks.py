@@ -15,7 +15,7 @@ from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, OutboxEvent
 from rushes_core.settings import Settings
-from rushes_core.webhooks import endpoints
+from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.guard import Guard, Lookup, look_up
 from rushes_core.webhooks.signing import SigningSecret, Vault
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint, WebhookSecret
@@ -117,6 +117,14 @@ class Hooks:
     def endpoint(self, endpoint_id: str) -> WebhookEndpoint:
         (found,) = self._all(select(WebhookEndpoint).filter_by(id=endpoint_id))
         return found
+
+    def standing(self) -> Any:
+        with self.engine.connect() as connection:
+            return connection.execute(deliveries.standing()).one()
+
+    def endpoint_states(self) -> dict[str, int]:
+        with self.engine.connect() as connection:
+            return dict(connection.execute(endpoints.states()).all())
 
     def secrets(self) -> Sequence[WebhookSecret]:
         return self._all(select(WebhookSecret))

@@ -334,9 +334,7 @@ DELETE FROM outbox WHERE id IN (
     return old_deliveries.bindparams(**values), old_events.bindparams(**values)
 
 
-def is_any_due() -> TextClause:
-    """Whether a sender would find something to do."""
-    return text("""
+_FIRST = """
 WITH RECURSIVE waiting AS (
     (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)
     UNION ALL
@@ -344,16 +342,33 @@ WITH RECURSIVE waiting AS (
         SELECT d.endpoint_id FROM webhook_deliveries AS d
         WHERE d.state = 'pending' AND d.endpoint_id > waiting.endpoint_id ORDER BY d.endpoint_id LIMIT 1
     ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
-)
-SELECT EXISTS (
-    SELECT FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id, LATERAL (
+), first AS (
+    SELECT next.next_at FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id, LATERAL (
         SELECT next_at FROM webhook_deliveries AS d
         WHERE d.endpoint_id = e.id AND d.state = 'pending' ORDER BY next_at LIMIT 1
-    ) AS first
-    WHERE first.next_at <= now() AND e.state = 'enabled' AND e.deleted_at IS NULL
+    ) AS next
+    WHERE next.next_at <= now() AND e.state = 'enabled' AND e.deleted_at IS NULL
         AND (e.open_until IS NULL OR e.open_until <= now())
 )
-""")
+"""
+
+
+def is_any_due() -> TextClause:
+    """Whether a sender would find something to do."""
+    return text(f"{_FIRST} SELECT EXISTS (SELECT FROM first)")
+
+
+MAX_COUNTED = 100_000
+
+
+def standing() -> TextClause:
+    """`num_waiting`, up to `MAX_COUNTED`, and `lag`: seconds since the first that is due might have been sent."""
+    return text(
+        f"""{_FIRST}
+SELECT coalesce((SELECT extract(epoch FROM now() - min(next_at)) FROM first), 0)::float AS lag,
+    (SELECT count(*) FROM (SELECT FROM webhook_deliveries WHERE state = 'pending' LIMIT :most) AS d) AS num_waiting
+"""
+    ).bindparams(most=MAX_COUNTED)
 
 
 def get(delivery_id: str, *, project: str) -> Select[WebhookDelivery]:

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Select, Update, func, select, update
+from sqlalchemy import Select, Update, and_, case, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
@@ -109,6 +109,17 @@ def get(endpoint_id: str, *, project: str) -> Select[WebhookEndpoint]:
 
 def count(*, project: str) -> Select[int]:
     return select(func.count()).select_from(WebhookEndpoint).where(*_is_visible(project))
+
+
+def states() -> Select[str, int]:
+    """How many registered endpoints of all projects are `enabled`, `paused` after failures, or `disabled`."""
+    is_paused = and_(WebhookEndpoint.state == "enabled", WebhookEndpoint.open_until > func.now())
+    state = case((is_paused, "paused"), else_=WebhookEndpoint.state)
+    return (
+        select(state, func.count())
+        .where(WebhookEndpoint.origin.is_(None), WebhookEndpoint.deleted_at.is_(None))
+        .group_by(state)
+    )
 
 
 def lock(*, project: str) -> Select[None]:
