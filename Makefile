@@ -1,6 +1,6 @@
 # `make help` lists the targets. Whatever takes more than two lines is a script in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test faults check bench-kernels lock clean
+.PHONY: help setup demo up test faults fuzz check bench-kernels lock clean
 
 # two busy processes on few cores otherwise spin against each other in OpenMP's barriers
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,6 +27,9 @@ test: setup ## run all tests (ARGS="tests/unit -k canvas")
 
 faults: setup ## play the fault matrix (ARGS="--only 6,24 --seed 7", "--mutants", "--replay FILE")
 	@PYTHONPATH=tests $(BIN)/python -P -m support.faults.matrix $(ARGS)
+
+fuzz: setup ## send some 10,000 made-up requests to the API (ARGS="--examples 100 --seed 7")
+	@PYTHONPATH=tests $(BIN)/python -P -m support.fuzz $(ARGS)
 
 check: setup ## check format, lint, import contracts and types
 	@scripts/check.sh

@@ -162,7 +162,7 @@ _REQUEST_ID: Object = {
     "schema": {"type": "string"},
 }
 
-_TIME: Object = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
+_TIME: Object = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "number", "minimum": 0}]}
 _QUERY: dict[str, Object] = {
     "after": {"description": "Id of the last one of the page before"},
     "limit": {

@@ -121,7 +121,7 @@ async def create_api_key(
     return answer
 
 
-@router.get("")
+@router.get("", responses=responses("project_not_found"))
 async def list_api_keys(
     caller: AdminCaller,
     parameters: Annotated[Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "project"))],
