@@ -31,6 +31,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
 _READ_TIMEOUT_SECONDS = 20
 """How long the store may be silent in the middle of an answer."""
+_CONNECTIONS = 32
+"""Kept open between requests: as many as the API has threads for them."""
 _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
 
@@ -290,6 +292,7 @@ class _Clients:
                 # presigned URLs for a custom endpoint would be signed with the old version otherwise
                 signature_version="s3v4",
                 tcp_keepalive=True,
+                max_pool_connections=_CONNECTIONS,
                 s3={"addressing_style": style},
                 **{
                     "connect_timeout": 3,
