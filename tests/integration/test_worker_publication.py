@@ -65,7 +65,7 @@ def publish(
         (unit,) = write_units(tmp_path, frames, [NUM_FRAMES])
         sound = tmp_path / "sound.npy"
         np.save(sound, tone(NUM_FRAMES))
-        media.start_clip(ClipSpec(tmp_path / "video.mp4", 64, 64, NUM_FRAMES, NAMES))
+        media.start_clip(ClipSpec(tmp_path / "video.mp4", 64, 64, NUM_FRAMES, by_products=NAMES))
         media.add_unit(0, unit, NUM_FRAMES)
         media.set_audio(sound)
         store = ObjectStore(settings.model_copy(update={"s3_endpoint_url": proxy.url}))
