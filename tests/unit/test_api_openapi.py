@@ -1,7 +1,9 @@
 """The description of the API, as generators and people read it."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
 
+API_MD = Path(__file__).parents[2] / "docs" / "api.md"
 WITHOUT_KEY = {"healthz", "readyz", "get_jwks"}
 
 
@@ -135,3 +138,18 @@ def test_bodies_of_one_operation_have_classes_of_their_own(document: dict[str, A
 def test_queries_that_are_read_are_described(document: dict[str, Any]) -> None:
     listed = document["paths"]["/v1/videos"]["get"]["parameters"]
     assert {"after", "limit", "order", "status"} <= {one.get("name") for one in listed}
+
+
+def test_people_read_of_the_same_routes(document: dict[str, Any]) -> None:
+    table = API_MD.read_text().partition("## Routes")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = {re.sub(r"{\w+}", "{}", path) for row in rows for path in re.findall(r"(/[\w/{}.-]*)", row)}
+    # `/pause`, `/resume`
+    last_words = {path for path in told if path.count("/") == 1}
+    served = {re.sub(r"{\w+}", "{}", path) for path in document["paths"]}
+    assert told - last_words <= served
+    for path in served - told:
+        parent, _, last = path.rpartition("/")
+        siblings = {one for one in told if one.rpartition("/")[0] == parent}
+        in_other_document = path.startswith("/v1/webhook_")
+        assert in_other_document or (siblings and f"/{last}" in last_words), path
