@@ -48,6 +48,9 @@ def test_delays_are_spread_by_a_fifth(step: int) -> None:
         (None, None),
         ("Wed, 21 Oct 2015 07:28:00 GMT", 1),
         ("Wed, 99 Oct 2015 07:28:00 GMT", None),
+        (f"Wed, 21 Oct {10**20} 07:28:00 GMT", None),
+        (f"Wed, 21 Oct 2015 {10**20}:28:00 GMT", None),
+        (f"Wed, 21 Oct 2015 07:28:00 +{10**20}", None),
     ],
 )
 def test_retry_after_is_bounded_and_nonsense_is_ignored(value: str | None, seconds: float | None) -> None:

@@ -31,7 +31,7 @@ def retry_after(value: str | None) -> float | None:
     else:
         try:
             moment = parsedate_to_datetime(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
