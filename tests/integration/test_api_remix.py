@@ -1,6 +1,7 @@
 """Jobs that are made from others, and requests that are only tried."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,12 @@ class TestRemix:
         client.delete(f"/v1/videos/{video_id}")
         response = client.post(f"/v1/videos/{video_id}/remix", json={"prompt": "a cat"})
         assert (response.status_code, response.json()["error"]["code"]) == (410, "video_deleted")
+
+    def test_the_answer_may_wait_for_its_end(self, client: TestClient, driver: JobDriver) -> None:
+        path = f"/v1/videos/{create(client, not_before=time.time() + 3_600)['id']}/remix"
+        response = client.post(path, json={"prompt": "a cat"}, headers={"Prefer": "wait=1"})
+        assert (response.status_code, response.headers["preference-applied"]) == (200, "wait=1")
+        assert driver.row(response.json()["id"]) is not None
 
     def test_one_key_makes_one_job(self, client: TestClient, driver: JobDriver) -> None:
         video_id = create(client)["id"]
