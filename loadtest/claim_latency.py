@@ -11,18 +11,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import bench
-from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
-from sqlalchemy.orm import Session
+from rushes_worker.ledger import Ledger
 
 WARM_UP = 20
 """Claims before the figures begin: a connection plans its first statements anew."""
 
 
 def claims(settings: Settings, owner: str, count: int, rate: float) -> list[float]:
-    """Milliseconds of each of `count` claims, as a worker makes them, `rate` a second; 0: one after another."""
-    engine = create_sync_engine(settings, pool_size=1)
+    """Milliseconds of each of `count` claims of a worker's ledger, `rate` a second; 0: one after another."""
+    ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)
     taken: list[float] = []
     due = time.perf_counter()
     for _ in range(count + WARM_UP):
@@ -30,11 +29,9 @@ def claims(settings: Settings, owner: str, count: int, rate: float) -> list[floa
             due += 1 / rate
             time.sleep(max(0.0, due - time.perf_counter()))
         began = time.perf_counter()
-        with Session(engine) as session, session.begin():
-            job = session.scalars(jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=3_600)).one()
-            assert job.fence is not None
+        assert ledger.claim(()) is not None
         taken.append((time.perf_counter() - began) * 1_000)
-    engine.dispose()
+    ledger.close()
     return taken[WARM_UP:]
 
 
