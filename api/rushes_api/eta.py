@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from rushes_core import backlog, replicas
+from rushes_core.database import EACH_ALONE
 from rushes_core.log import get_logger
 from rushes_core.measured import measured
 from rushes_core.models import Job, MeasuredTime, Replica
@@ -199,7 +200,8 @@ class Forecast:
 
     async def refresh(self) -> None:
         began = time.monotonic()
-        async with self._sessions.begin() as session:
+        async with self._sessions() as session:
+            await session.connection(execution_options=EACH_ALONE)
             self._outlook = await self._read(session)
         self._read_at = began
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from rushes_core import backlog, measured, replicas
+from rushes_core.database import EACH_ALONE
 from rushes_core.fields import PRIORITIES
 from rushes_core.log import get_logger
 from rushes_core.states import JobState
@@ -111,7 +112,8 @@ class _DatabaseFigures(Collector):
         if self._reading is not None and time.monotonic() - self._reading.at < KEPT_SECONDS:
             return
         try:
-            async with sessions.begin() as session:
+            async with sessions() as session:
+                await session.connection(execution_options=EACH_ALONE)
                 self._reading = await _read(session, seen_within_seconds)
         except (DBAPIError, PoolTimeout, OSError) as error:
             log.warning("metrics_incomplete", error=str(error).splitlines()[0])

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from rushes_core import events
+from rushes_core.database import EACH_ALONE
 from rushes_core.events import Glimpse, Step
 from rushes_core.log import get_logger
 from rushes_core.models import Job
@@ -214,7 +215,8 @@ class Watcher:
 
     async def _look(self) -> None:
         followed = list(self._seats)
-        async with self._sessions.begin() as session:
+        async with self._sessions() as session:
+            await session.connection(execution_options=EACH_ALONE)
             rows = (await session.execute(events.glimpses(followed))).all()
             found = {glimpse.id: glimpse for glimpse in (Glimpse(*row) for row in rows)}
             stories = await self._stories(session, self._changed(found.values()))

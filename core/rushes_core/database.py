@@ -21,6 +21,10 @@ _CONNECT_ARGS = {
     "options": "-c statement_timeout=10s -c lock_timeout=4s -c idle_in_transaction_session_timeout=10s -c timezone=UTC",
 }
 
+EACH_ALONE = {"isolation_level": "AUTOCOMMIT"}
+"""Execution options of a connection whose statements are a transaction each: while one of them waits for a table, which
+a migration may hold, it holds no other one."""
+
 
 def create_sync_engine(settings: DatabaseSettings, *, pool_size: int = 5) -> Engine:
     """Engine of a worker, the dispatcher or a command. A connection is checked before it is used."""

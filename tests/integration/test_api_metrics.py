@@ -22,7 +22,8 @@ Labels = dict[str, str]
 def _fresh(driver: JobDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "KEPT_SECONDS", 0.0)
     with driver.engine.begin() as connection:
-        connection.execute(text("TRUNCATE jobs, queue_pauses, replicas CASCADE"))
+        for table in ("jobs", "queue_pauses", "replicas"):
+            connection.execute(text(f"DELETE FROM {table}"))
 
 
 def scraped(client: TestClient) -> dict[str, list[tuple[Labels, float]]]:

@@ -22,7 +22,8 @@ from support.worker import SCRIPTED, Jobs, Worker, eventually
 @pytest.fixture(autouse=True)
 def _empty(driver: JobDriver) -> None:
     with driver.engine.begin() as connection:
-        connection.execute(text("TRUNCATE jobs, queue_pauses, replicas CASCADE"))
+        for table in ("jobs", "queue_pauses", "replicas"):
+            connection.execute(text(f"DELETE FROM {table}"))
 
 
 def posted(client: TestClient, **fields: Any) -> str:
