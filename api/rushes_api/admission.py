@@ -12,13 +12,13 @@ from rushes_core.errors import InvalidRequest
 from rushes_core.fields import printable
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
+from rushes_core.parsing import parse_as
 from rushes_core.request import (
     RemixRequest,
     ResolvedRequest,
     VideoRequest,
     count_tokens,
     parse,
-    parse_as,
     resolve,
 )
 from sqlalchemy.ext.asyncio import AsyncSession

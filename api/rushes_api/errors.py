@@ -25,7 +25,8 @@ from psycopg.errors import UndefinedColumn, UndefinedFunction, UndefinedTable
 from rushes_core.errors import InvalidRequest, JobDeleted, JobNotFound, RushesError, StorageError, TransitionRefused
 from rushes_core.fields import printable
 from rushes_core.log import get_logger
-from rushes_core.request import InvalidFields, ModelNotFound
+from rushes_core.parsing import InvalidFields
+from rushes_core.request import ModelNotFound
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException

@@ -23,7 +23,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from rushes_core.fields import PRIORITIES, Moment, shown
 from rushes_core.ids import new_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage, Job, Project
-from rushes_core.request import refusal
+from rushes_core.parsing import refusal
 from rushes_core.states import JobState
 
 READ = "videos:read"

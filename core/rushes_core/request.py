@@ -5,10 +5,9 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, cast
 
-from pydantic import Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails
+from pydantic import Field, WithJsonSchema
 from sqlalchemy import func
 
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, Canvas, canvas_for_size
@@ -28,12 +27,11 @@ from rushes_core.fields import (
     Seed,
     Size,
     Target,
-    is_storable,
-    printable,
     shown,
 )
 from rushes_core.models import Job
 from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration
+from rushes_core.parsing import parse_as, unsupported
 from rushes_core.served_model import ServedModel
 from rushes_core.webhooks.events import DEFAULT_TYPES, EventTypes, Url
 
@@ -165,14 +163,6 @@ class ResolvedRequest:
         }
 
 
-class InvalidFields(InvalidRequest):
-    """Several fields are wrong; `details` has one entry for each."""
-
-    def __init__(self, first: InvalidRequest, details: list[dict[str, Any]]) -> None:
-        super().__init__(str(first), param=first.param, code=first.code)
-        self.details = details
-
-
 class ModelNotFound(InvalidRequest):
     """The request names a model that is not served here."""
 
@@ -232,16 +222,22 @@ def count_tokens(prompt: str, model: ServedModel) -> int:
     return len(model.tokenizer.encode(prompt, max_tokens=model.max_prompt_tokens))
 
 
-def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
+def remix(source: Job, prompt: str, *, num_tokens: int, buckets: Collection[str] = ()) -> ResolvedRequest:
     """What `source` asked for with another prompt; its times are not taken over.
 
+    Args:
+        buckets: names of the buckets that `output` may name.
+
     Raises:
-        InvalidRequest: it has a size that is not served any more.
+        InvalidRequest: what it has is not served any more.
     """
     canvas = canvas_for_size(f"{source.width}x{source.height}")
     if canvas is None or source.num_frames not in ADMISSIBLE_FRAMES:
         raise InvalidRequest(f"{source.id} has {source.width}x{source.height}, {source.num_frames} frames: not served")
     asked = source.request
+    metadata: Any = asked.get("metadata")
+    output: dict[str, Any] = asked.get("output") or {}
+    _check_bucket(output.get("bucket"), buckets)
     size, retention, hook = asked.get("size_requested"), asked.get("retention_seconds"), asked.get("webhook")
     return ResolvedRequest(
         prompt=prompt,
@@ -250,14 +246,14 @@ def remix(source: Job, prompt: str, *, num_tokens: int) -> ResolvedRequest:
         is_seed_drawn=False,
         clip=Clip(source.num_frames),
         canvas=canvas,
-        seconds=str(asked.get("seconds", DEFAULT_SECONDS)),
+        seconds=str(asked.get("seconds") or DEFAULT_SECONDS),
         size_requested=None if size is None else str(size),
-        metadata=dict(asked.get("metadata") or {}),
+        metadata=cast("dict[str, str]", metadata) if isinstance(metadata, dict) else {},
         priority=source.priority,
         not_before=None,
         deadline=None,
         retention_seconds=None if retention is None else int(retention),
-        output=asked.get("output") or {},
+        output=output,
         webhook=None if hook is None else Webhook(hook["url"], "webhook_url", hook["events"]),
     )
 
@@ -266,64 +262,12 @@ def parse(body: Mapping[str, Any]) -> VideoRequest:
     """The body of a new job.
 
     Raises:
-        InvalidRequest: the first thing that is wrong; an `InvalidFields` when there are several.
+        InvalidRequest: it asks for what is not served here, or as `parse_as`.
     """
     for name, reason in _UNSUPPORTED.items():
         if body.get(name) not in (None, "", [], {}):
             raise unsupported(name, reason)
     return parse_as(VideoRequest, {name: value for name, value in body.items() if name not in _UNSUPPORTED})
-
-
-Kind = TypeVar("Kind", bound=Fields)
-
-
-def parse_as(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
-    """The body as the fields of `kind`.
-
-    Raises:
-        InvalidRequest: as `parse` does.
-    """
-    garbled = next((name for name in body if not is_storable(name)), None)
-    if garbled is not None:
-        raise InvalidRequest(
-            f"unknown parameter: {printable(garbled)}", param=printable(garbled), code="unknown_parameter"
-        )
-    try:
-        return kind.model_validate({name: value for name, value in body.items() if value is not None})
-    except ValidationError as error:
-        raise refusal(error) from error
-
-
-def refusal(error: ValidationError) -> InvalidRequest:
-    """What is wrong with a body that does not fit its model; an `InvalidFields` when there are several faults."""
-    found = [_to_error(detail) for detail in error.errors(include_input=True, include_url=False)]
-    if len(found) == 1:
-        return found[0]
-    return InvalidFields(found[0], [{"loc": [f.param], "msg": str(f), "code": f.code} for f in found])
-
-
-def _to_error(detail: ErrorDetails) -> InvalidRequest:
-    param = printable(".".join(str(part) for part in detail["loc"]))
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        return InvalidRequest(f"unknown parameter: {param}", param=param, code="unknown_parameter")
-    if kind == "missing":
-        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    code = kind if kind == "unsupported_size" else "invalid_value"
-    message = detail["msg"] if kind in ("invalid_value", "unsupported_size") else _sentence(detail)
-    return InvalidRequest(f"{param} {message}", param=param, code=code)
-
-
-def _sentence(detail: ErrorDetails) -> str:
-    if detail["type"] == "model_type":
-        return f"must be an object, got {shown(detail['input'])}"
-    message = detail["msg"].removeprefix("Input ").removeprefix("should be ")
-    return f"must be {message}, got {shown(detail['input'])}"
-
-
-def unsupported(name: str, reason: str) -> InvalidRequest:
-    """The refusal of an input that exists elsewhere."""
-    return InvalidRequest(f"{name} is not supported: {reason}", param=name, code="unsupported_input")
 
 
 def _webhook(request: VideoRequest) -> Webhook | None:
@@ -421,12 +365,15 @@ def _disagreement(what: str, param: str) -> InvalidRequest:
 def _output(output: Output | None, buckets: Collection[str]) -> dict[str, Any]:
     if output is None:
         return {}
-    if output.bucket is not None and output.bucket not in buckets:
-        raise InvalidRequest(
-            f"output.bucket {shown(output.bucket)} is not one that this deployment lets requests name",
-            param="output.bucket",
-        )
+    _check_bucket(output.bucket, buckets)
     return output.model_dump(exclude_none=True)
+
+
+def _check_bucket(bucket: str | None, buckets: Collection[str]) -> None:
+    if bucket is not None and bucket not in buckets:
+        raise InvalidRequest(
+            f"output.bucket {shown(bucket)} is not one that this deployment lets requests name", param="output.bucket"
+        )
 
 
 def _times(

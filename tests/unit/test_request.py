@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rushes_core.errors import InvalidRequest
-from rushes_core.request import InvalidFields, ModelNotFound, ResolvedRequest, VideoRequest, resolve
+from rushes_core.models import Job
+from rushes_core.parsing import InvalidFields
+from rushes_core.request import ModelNotFound, ResolvedRequest, VideoRequest, remix, resolve
 from rushes_core.served_model import ServedModel
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
@@ -277,6 +279,41 @@ class TestFieldsThatDoNotExist:
 
     def test_the_only_format_of_a_response_may_be_restated(self, model: ServedModel) -> None:
         resolved(model, response_format="url")
+
+
+class TestRemix:
+    @staticmethod
+    def source(**request: Any) -> Job:
+        return Job(id="video_1", seed=7, width=768, height=1344, num_frames=124, priority=2, request=request)
+
+    def test_what_the_source_asked_for_is_asked_for_again(self) -> None:
+        asked = {
+            "seconds": "5",
+            "size_requested": "720x1280",
+            "metadata": {"a": "b"},
+            "retention_seconds": 3_600,
+            "output": {"bucket": "masters", "thumbnail": False},
+        }
+        made = remix(self.source(**asked, not_before=1.0), "a cat", num_tokens=5, buckets=["masters"])
+        assert (made.prompt, made.seed, made.canvas.size, made.clip.num_frames) == ("a cat", 7, "768x1344", 124)
+        assert (made.priority, made.not_before, made.deadline) == (2, None, None)
+        assert made.output == asked["output"]
+
+    def test_a_bucket_that_may_not_be_named_any_more_is_refused(self) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            remix(self.source(output={"bucket": "gone"}), "a cat", num_tokens=5, buckets=["clips"])
+        assert caught.value.param == "output.bucket"
+
+    @pytest.mark.parametrize("request_", [{}, {"metadata": "x", "output": None}, {"metadata": [1], "seconds": None}])
+    def test_a_row_that_lacks_what_rows_have_will_do(self, request_: dict[str, Any]) -> None:
+        made = remix(self.source(**request_), "a cat", num_tokens=5)
+        assert (made.metadata, made.seconds, made.output) == ({}, "4", {})
+
+    def test_what_is_not_served_any_more_is_refused(self) -> None:
+        source = self.source()
+        source.width = 100
+        with pytest.raises(InvalidRequest, match="100x1344"):
+            remix(source, "a cat", num_tokens=5)
 
 
 def test_several_faults_are_reported_together(model: ServedModel) -> None:

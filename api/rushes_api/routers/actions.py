@@ -109,7 +109,8 @@ async def remix_video(
     async def order(session: AsyncSession) -> ResolvedRequest:
         source = await find_job(video_id, project=caller.project, session=session)
         prompt = sent.checked()
-        return remix(source, prompt.text, num_tokens=prompt.num_tokens)
+        buckets = state["settings"].output_buckets
+        return remix(source, prompt.text, num_tokens=prompt.num_tokens, buckets=buckets)
 
     admit = admission(order, caller=caller, state=state, remixed_from=video_id)
 

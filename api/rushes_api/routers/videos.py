@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from rushes_core import jobs
 from rushes_core.ids import is_video_id
 from rushes_core.listing import page
-from rushes_core.request import FROM_TEXT, ResolvedRequest, unsupported
+from rushes_core.parsing import unsupported
+from rushes_core.request import FROM_TEXT, ResolvedRequest
 from rushes_core.states import JobState
 from sqlalchemy.ext.asyncio import AsyncSession
 
