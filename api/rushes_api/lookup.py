@@ -86,7 +86,8 @@ class Line:
         is_old = self._connection is not None
         try:
             return await self._fetch(query, values)
-        except psycopg.OperationalError:
+        except (psycopg.OperationalError, psycopg.errors.FeatureNotSupported):
+            # the latter: a migration has changed what a prepared statement returns
             await self.close()
             if not is_old:
                 raise

@@ -52,7 +52,7 @@ class Pulse:
             if self._connection is None:
                 self._connection = await psycopg.AsyncConnection.connect(**self._arguments, autocommit=True)
             await self._connection.execute("SELECT 1")
-        except psycopg.Error:
+        except (psycopg.Error, OSError):
             await self.close()
             return False
         return True
