@@ -198,6 +198,7 @@ def upgrade() -> None:
     for name, columns, where in (
         ("pending", ["endpoint_id", "next_at", "id"], "state = 'pending'"),
         ("leased", ["lease_until", "endpoint_id"], "state = 'delivering'"),
+        ("tests", ["id"], "state = 'pending' AND kind = 'test'"),
         ("project", ["project", "id"], None),
         ("job_id", ["job_id", "endpoint_id"], None),
         ("endpoint_id", ["endpoint_id", "event_id"], None),

@@ -123,6 +123,7 @@ class WebhookDelivery(Base):
         Index(
             "ix_webhook_deliveries_leased", "lease_until", "endpoint_id", postgresql_where=text("state = 'delivering'")
         ),
+        Index("ix_webhook_deliveries_tests", "id", postgresql_where=text("state = 'pending' AND kind = 'test'")),
         Index("ix_webhook_deliveries_project", "project", "id"),
         Index("ix_webhook_deliveries_job_id", "job_id", "endpoint_id"),
         Index("ix_webhook_deliveries_endpoint_id", "endpoint_id", "event_id"),

@@ -1,0 +1,52 @@
+"""What a turn of a sender reads of a log of webhooks that has grown long."""
+
+from collections.abc import Iterator
+
+import pytest
+from rushes_core.settings import Settings
+from rushes_core.webhooks import deliveries
+from sqlalchemy import Connection, text
+from support.plans import executed_plan, rows_read, scans
+from support.stack import SharedStack
+from support.webhooks import LOCAL, Hooks
+
+NUM_DELIVERIES = 20_000
+
+
+@pytest.fixture(scope="module")
+def settings(stack: SharedStack) -> Settings:
+    return stack.settings(**LOCAL)
+
+
+@pytest.fixture
+def filled(settings: Settings) -> Iterator[Connection]:
+    """One delivery that is due, among many that were made and many that wait for an endpoint that is paused."""
+    hooks = Hooks(settings)
+    paused, _ = hooks.register("https://127.0.0.1/paused")
+    hooks.set_endpoint(paused, failures=20, open_until=text("now() + interval '1 hour'"))
+    well, _ = hooks.register("https://127.0.0.1/well")
+    with hooks.engine.begin() as connection:
+        for endpoint, state, finished_at, count in (
+            (paused, "pending", "NULL", NUM_DELIVERIES // 2),
+            (well, "delivered", "now()", NUM_DELIVERIES // 2),
+            (well, "pending", "NULL", 1),
+        ):
+            connection.execute(
+                text(f"""
+INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, type, state, finished_at)
+SELECT new_webhook_delivery_id(), 'default', '{endpoint}', 'evt_' || n, 'video.completed', '{state}', {finished_at}
+FROM generate_series(1, {count}) AS n
+""")
+            )
+    with hooks.engine.connect() as connection:
+        connection.execution_options(isolation_level="AUTOCOMMIT").execute(text("VACUUM ANALYZE webhook_deliveries"))
+    with hooks.engine.connect() as connection:
+        yield connection
+        connection.rollback()
+    hooks.close()
+
+
+def test_a_claim_reads_what_is_due_and_not_what_waits_for_others(filled: Connection) -> None:
+    plan = executed_plan(filled, deliveries.claim(limit=16, limit_failing=8, concurrency=8, lease_seconds=45))
+    assert [n for n in scans(plan) if n["Node Type"] == "Seq Scan" and n["Relation Name"] == "webhook_deliveries"] == []
+    assert 0 < rows_read(plan, "webhook_deliveries") <= 20
