@@ -97,6 +97,17 @@ class TestSdk:
             sdk.webhooks.retrieve(made.id)
         assert missing.value.code == "webhook_endpoint_not_found"
 
+    def test_an_update_that_changes_nothing_does_not_count_as_one(
+        self, hooks: Hooks, sdk: OpenAI, client: httpx.Client
+    ) -> None:
+        made = sdk.webhooks.create(name="same", url=URL, event_types=["video.completed"])
+        before = hooks.endpoint(made.id).updated_at
+        for changes in ({}, {"name": "same"}, {"enabled": True}, {"url": None}):
+            assert posted(client, f"/v1/webhook_endpoints/{made.id}", changes)["name"] == "same"
+        assert hooks.endpoint(made.id).updated_at == before
+        sdk.webhooks.update(made.id, name="other")
+        assert hooks.endpoint(made.id).updated_at > before
+
     def test_a_list_goes_on_page_by_page(self, hooks: Hooks, sdk: OpenAI) -> None:
         ids = [hooks.register(URL)[0] for _ in range(3)]
         assert [one.id for one in sdk.webhooks.list(limit=2)] == sorted(ids, reverse=True)

@@ -5,8 +5,8 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Select, Update, and_, case, func, select, update
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from sqlalchemy import Select, Update, and_, case, false, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
@@ -14,7 +14,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from rushes_core.ids import new_endpoint_id
 from rushes_core.keys import KeyName
 from rushes_core.webhooks.deliveries import BY_REQUEST
-from rushes_core.webhooks.events import EventTypes, Url
+from rushes_core.webhooks.events import EVENT_TYPES, EventTypes, Url
 from rushes_core.webhooks.guard import Target
 from rushes_core.webhooks.signing import SigningSecret, Vault
 from rushes_core.webhooks.tables import WebhookEndpoint, WebhookSecret
@@ -55,7 +55,7 @@ class SecretRotation(_Body):
 class EndpointTest(_Body):
     """The body of `POST /v1/webhook_endpoints/{id}/test`."""
 
-    event_type: Annotated[str, Field(max_length=100)]
+    event_type: Annotated[str, WithJsonSchema({"type": "string", "enum": list(EVENT_TYPES)})]
 
 
 def origin_id(project: str, target: Target) -> str:
@@ -133,10 +133,7 @@ def _update() -> Update:
 
 def change(endpoint_id: str, values: Mapping[str, Any], *, project: str) -> ReturningUpdate[WebhookEndpoint]:
     """Set columns of an endpoint. No row: the project has no such endpoint, or nothing would change."""
-    changed = [getattr(WebhookEndpoint, name).is_distinct_from(value) for name, value in values.items()]
-    differs = changed[0] if changed else func.false()
-    for one in changed[1:]:
-        differs = differs | one
+    differs = or_(false(), *(getattr(WebhookEndpoint, name).is_distinct_from(value) for name, value in values.items()))
     return (
         _update()
         .where(WebhookEndpoint.id == endpoint_id, *_is_visible(project), differs)
