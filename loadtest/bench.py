@@ -16,13 +16,22 @@ from sqlalchemy import Engine, text
 MODEL = "load"
 
 _FILL = """
-INSERT INTO jobs (id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts, run_at)
-SELECT 'video_' || lpad(i::text, 26, '0'), 'project-' || lpad((i % :projects)::text, 4, '0'), :model,
+INSERT INTO jobs (
+    id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts, run_at {column}
+) SELECT 'video_' || lpad(i::text, 26, '0'), 'project-' || lpad((i % :projects)::text, 4, '0'), :model,
     CASE WHEN i % 20 = 0 THEN 0 WHEN i % 4 = 0 THEN 2 ELSE 1 END,
     repeat('waves roll against a lighthouse ', 4), i, 832, 480, 107 + 17 * (i % 3),
-    '{"seconds": "4", "metadata": {}}', 3,
-    now() - (:jobs - i) * interval '1 ms'
+    '{{"seconds": "4", "metadata": {{}}}}', 3,
+    now() - (:jobs - i) * interval '1 ms' {value}
 FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint)) AS i
+"""
+_KEYS = """
+WITH project AS (
+    INSERT INTO projects (name) SELECT 'project-' || lpad(i::text, 4, '0') FROM generate_series(0, :projects - 1) AS i
+    ON CONFLICT (name) DO UPDATE SET name = excluded.name RETURNING name
+)
+INSERT INTO api_keys (id, project, name, hint, digest, scopes, priorities)
+SELECT 'key_' || name, name, name, '0000', sha256(name::bytea), '{}', '{}' FROM project ON CONFLICT DO NOTHING
 """
 
 
@@ -47,13 +56,22 @@ def clear(engine: Engine) -> None:
         connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
 
 
-def fill(engine: Engine, *, jobs: int, projects: int, chunk: int = 50_000) -> None:
-    """Accept `jobs` queued jobs of `projects` projects and three classes, and let the planner know of them."""
+def fill(engine: Engine, *, jobs: int, projects: int, keys: bool = False, chunk: int = 50_000) -> None:
+    """Accept `jobs` queued jobs of `projects` projects and three classes, and let the planner know of them.
+
+    Args:
+        keys: each project's jobs count against an API key of its.
+    """
+    if keys:
+        with engine.begin() as connection:
+            connection.execute(text(_KEYS), {"projects": projects})
+    key = ", 'key_project-' || lpad((i % :projects)::text, 4, '0')"
+    statement = text(_FILL.format(column=", api_key" if keys else "", value=key if keys else ""))
     for first in range(1, jobs + 1, chunk):
         with engine.begin() as connection:
             connection.execute(text("SET LOCAL statement_timeout = 0"))
             values = {"first": first, "last": min(jobs, first + chunk - 1), "jobs": jobs}
-            connection.execute(text(_FILL), values | {"projects": projects, "model": MODEL})
+            connection.execute(statement, values | {"projects": projects, "model": MODEL})
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("SET statement_timeout = 0"))
         connection.execute(text("VACUUM ANALYZE jobs"))

@@ -4,7 +4,8 @@
 
 Every client is a process. Servers, clients and this run on the same cores. Clients, from the least of a worker to
 the most: `driver`, the statements on one connection; `ledger`, the class that runs them; `claimer`, a replica without
-ranks: one thread claims ahead while another starts and completes, and a heartbeat keeps the leases.
+ranks: one thread claims ahead while another starts and completes, and a heartbeat keeps the leases. Each project's jobs
+count against a key of its own, whose GPU time is added up with every job.
 """
 
 import argparse
@@ -157,7 +158,7 @@ def main() -> None:
         engine = create_sync_engine(settings)
         for client, processes in product(arguments.clients, arguments.processes):
             bench.clear(engine)
-            bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)
+            bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects, keys=True)
             with get_context("spawn").Pool(processes) as pool:
                 # the processes have imported everything when the clock starts
                 pool.map(time.sleep, [0.5] * processes)
