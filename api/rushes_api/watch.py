@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 
 from rushes_core import events
@@ -29,6 +30,8 @@ log = get_logger(__name__)
 LOOK_SECONDS = 0.25
 """How often the followed jobs are looked at."""
 _RETRY_AFTER_SECONDS = 5
+_MAX_STORIES = 200
+"""Jobs that are read at once."""
 
 
 class Closing(Exception):
@@ -123,6 +126,8 @@ class Watcher:
         self._num_taken = 0
         self._seats: dict[str, set[Seat]] = {}
         self._anybody = asyncio.Event()
+        self._asked: dict[str, list[asyncio.Future[Story | None]]] = {}
+        self._answering: asyncio.Task[None] | None = None
         self._is_reachable = True
 
     @contextmanager
@@ -179,11 +184,38 @@ class Watcher:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def story(self, job_id: str, *, project: str) -> Story | None:
-        """The job with its history, deleted or not; None: the project has none with this id."""
-        async with self._sessions.begin() as session:
-            statement = events.stories([job_id]).where(Job.project == project)
-            row = (await session.execute(statement)).one_or_none()
-        return None if row is None else Story(row[0], Step.story(row[1]))
+        """The job with its history, deleted or not; None: the project has none with this id.
+
+        Who asks while another question is being answered is answered with all others who do: after a restart everybody
+        comes back at once, and an `EventSource` that is refused does not come again.
+        """
+        answer: asyncio.Future[Story | None] = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(job_id, []).append(answer)
+        if self._answering is None or self._answering.done():
+            # not in the context of the request that happens to be the first: its id would be in the logs of all
+            self._answering = asyncio.get_running_loop().create_task(self._answer_all(), context=Context())
+        story = await answer
+        return story if story is not None and story.job.project == project else None
+
+    async def _answer_all(self) -> None:
+        while self._asked:
+            asked = {job_id: self._asked.pop(job_id) for job_id in list(self._asked)[:_MAX_STORIES]}
+            found: dict[str, Story] = {}
+            failure: Exception | None = None
+            try:
+                async with self._sessions() as session:
+                    await session.connection(execution_options=EACH_ALONE)
+                    found = await self._stories(session, list(asked))
+            except Exception as error:  # whatever it is, those who wait have to be told
+                failure = error
+            for job_id, answers in asked.items():
+                for answer in answers:
+                    if answer.done():
+                        continue
+                    if failure is None:
+                        answer.set_result(found.get(job_id))
+                    else:
+                        answer.set_exception(failure)
 
     def _refusal(self, api_key: str) -> ApiError | None:
         if self._taken[api_key] >= self._max_waiting_per_key:

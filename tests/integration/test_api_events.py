@@ -135,6 +135,21 @@ class TestAfterAPause:
         assert missed[0].data["output"]["bytes"] is None
         assert int(missed[0].id or "") < int(missed[1].id or "")
 
+    def test_progress_does_not_fall_with_a_worker_that_gives_its_job_back(
+        self, http: httpx.Client, driver: JobDriver
+    ) -> None:
+        video_id = posted(http)
+        job = driver.start(video_id)
+        driver.report(job, phase="denoising", completed_steps=4, progress=40)
+        driver.release(job)
+        driver.start(video_id)
+        with events_of(http, video_id, last="0") as stream:
+            seen = [stream.next("status").data for _ in range(4)]
+            assert stream.next("progress").data["progress"] == 40
+        assert [data["status"] for data in seen] == ["queued", "in_progress", "queued", "in_progress"]
+        assert [data["progress"] for data in seen] == [0, 40, 40, 40]
+        http.delete(f"/v1/videos/{video_id}").raise_for_status()
+
     def test_nothing_is_told_twice(self, http: httpx.Client, driver: JobDriver) -> None:
         video_id = posted(http)
         driver.start(video_id)

@@ -153,6 +153,11 @@ class JobDriver:
             error = {"code": code, "message": message, "stage": "decoding"}
             return session.execute(jobs.fail(job_id, fence=self._fence(job), error=error)).scalar_one()
 
+    def release(self, job: Job) -> Job:
+        """Give the running job back, as a worker that stops does."""
+        with self._transaction() as session:
+            return session.execute(jobs.release(job.id, fence=self._fence(job))).scalar_one()
+
     def lose(self, job_id: str) -> Job:
         """Lose the worker under the running job, so that it waits again."""
         job = self.start(job_id)

@@ -139,11 +139,14 @@ class _Told:
         job = story.job
         changes = _changes(story.steps)
         last = changes[-1].place
+        first = next(step.place for step in changes if step.generation == job.generation)
         for step in changes:
             # who comes without an id hears how the job is; one that was retried tells nothing of its earlier lives
             is_missed = self._last_place is not None and step.place > self._last_place
             if step.generation == job.generation and (is_missed or (self._last_place is None and step.place == last)):
-                video = self._view.video(job if step.place == last else _as_it_was(job, step))
+                video = self._view.video(
+                    job if step.place == last else _as_it_was(job, step, is_new=step.place == first)
+                )
                 yield event("status", video.model_dump_json(), event_id=step.place)
         self._last_place = max(last, self._last_place or 0)
 
@@ -178,10 +181,9 @@ def _changes(steps: Iterable[Step]) -> list[Step]:
     return found
 
 
-def _as_it_was(job: Job, step: Step) -> Job:
+def _as_it_was(job: Job, step: Step, *, is_new: bool) -> Job:
     """`job` at an earlier step of the same generation: what is not kept of that time is as it is now, or left out."""
     values = {column.key: getattr(job, column.key) for column in Job.__table__.columns}
-    is_new = step.state is JobState.QUEUED and step.attempt == 0
     values |= {
         "state": step.state,
         "attempt": step.attempt,
