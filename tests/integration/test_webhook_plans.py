@@ -1,4 +1,4 @@
-"""What a turn of a sender reads of a log of webhooks that has grown long."""
+"""What senders do with a log of webhooks that has grown long."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,8 @@ from rushes_core.webhooks import deliveries
 from sqlalchemy import Connection, text
 from support.plans import executed_plan, rows_read, scans
 from support.stack import SharedStack
-from support.webhooks import LOCAL, Hooks
+from support.waiting import wait_until
+from support.webhooks import LOCAL, Hooks, SenderThread
 
 NUM_DELIVERIES = 20_000
 
@@ -50,3 +51,20 @@ def test_a_claim_reads_what_is_due_and_not_what_waits_for_others(filled: Connect
     plan = executed_plan(filled, deliveries.claim(limit=16, limit_failing=8, concurrency=8, lease_seconds=45))
     assert [n for n in scans(plan) if n["Node Type"] == "Seq Scan" and n["Relation Name"] == "webhook_deliveries"] == []
     assert 0 < rows_read(plan, "webhook_deliveries") <= 20
+
+
+def test_one_pass_forgets_all_that_is_old(stack: SharedStack) -> None:
+    settings = stack.settings(**LOCAL)
+    hooks = Hooks(settings)
+    endpoint, _ = hooks.register("https://127.0.0.1/")
+    with hooks.engine.begin() as connection:
+        connection.execute(
+            text(f"""
+INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, type, state, finished_at)
+SELECT new_webhook_delivery_id(), 'default', '{endpoint}', 'evt_' || n, 'video.completed', 'delivered',
+    now() - interval '31 days' * least(1, n % {NUM_DELIVERIES}) FROM generate_series(0, {NUM_DELIVERIES}) AS n
+""")
+        )
+    with SenderThread(settings):
+        wait_until(lambda: len(hooks.deliveries()) == 2)
+    hooks.close()

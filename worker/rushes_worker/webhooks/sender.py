@@ -240,10 +240,12 @@ class Sender:
 
     async def _tidy(self) -> None:
         for statement in (deliveries.give_up(), deliveries.cancel_left_over(), *deliveries.forget()):
-            async with self._engine.begin() as connection:
-                rows = (await connection.execute(statement)).all()
-            if rows:
-                log.info("webhook_rows_tidied", count=len(rows))
+            count = deliveries.MAX_AT_ONCE
+            while count >= deliveries.MAX_AT_ONCE:
+                async with self._engine.begin() as connection:
+                    count = len((await connection.execute(statement)).all())
+                if count:
+                    log.info("webhook_rows_tidied", count=count)
 
 
 def _by_job(claimed: Iterable[Claimed]) -> list[list[Claimed]]:
