@@ -138,10 +138,10 @@ def upgrade() -> None:
         postgresql_with={"fillfactor": 50},
     )
     op.create_index(
-        "ix_webhook_endpoints_project",
+        "ix_webhook_endpoints_registered",
         "webhook_endpoints",
         ["project", "id"],
-        postgresql_where=sa.text("deleted_at IS NULL"),
+        postgresql_where=sa.text("deleted_at IS NULL AND origin IS NULL"),
     )
     op.create_table(
         "webhook_secrets",

@@ -190,6 +190,10 @@ WITH outcomes AS MATERIALIZED (
         count(*) FILTER (WHERE error IS NOT NULL AND NOT is_gone) AS failed,
         max(hold) AS hold, bool_or(is_gone) AND bool_or(url IS NULL) AS is_gone
     FROM settled WHERE kind <> 'test' AND state <> 'cancelled' GROUP BY endpoint_id
+), locked AS MATERIALIZED (  -- in one order, whoever settles; most endpoints are well and stay as they are
+    SELECT e.id FROM webhook_endpoints AS e JOIN sums ON sums.endpoint_id = e.id
+    WHERE NOT (succeeded AND e.failures = 0 AND e.open_until IS NULL AND hold IS NULL)
+    ORDER BY e.id FOR NO KEY UPDATE OF e
 )
 UPDATE webhook_endpoints AS e
 SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
@@ -205,7 +209,7 @@ SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
     disabled_reason = CASE WHEN is_gone THEN 'gone' WHEN e.origin IS NULL AND NOT succeeded
         AND failures + failed >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
         ELSE disabled_reason END
-FROM sums WHERE e.id = sums.endpoint_id AND NOT (succeeded AND failures = 0 AND open_until IS NULL AND hold IS NULL)
+FROM sums JOIN locked ON locked.id = sums.endpoint_id WHERE e.id = sums.endpoint_id
 RETURNING e.id, e.state, e.failures, """
     + _WHY_OFF
     + """ AS reason

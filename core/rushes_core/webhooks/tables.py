@@ -48,7 +48,12 @@ class WebhookEndpoint(Base):
         CheckConstraint("state IN ('enabled', 'disabled')", name="state"),
         CheckConstraint("(origin IS NULL) = (url IS NOT NULL AND secret IS NOT NULL)", name="registered_or_origin"),
         CheckConstraint("(previous_secret IS NULL) = (previous_until IS NULL)", name="previous_secret_ends"),
-        Index("ix_webhook_endpoints_project", "project", "id", postgresql_where=text("deleted_at IS NULL")),
+        Index(
+            "ix_webhook_endpoints_registered",
+            "project",
+            "id",
+            postgresql_where=text("deleted_at IS NULL AND origin IS NULL"),
+        ),
         {"postgresql_with": {"fillfactor": 50}},
     )
 
