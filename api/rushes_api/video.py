@@ -1,6 +1,5 @@
 """The Video object: OpenAI's members exactly, and beside them what this service can say truthfully."""
 
-import re
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
 from rushes_core.fields import PRIORITIES
 from rushes_core.holds import CONCURRENCY
 from rushes_core.models import Job
+from rushes_core.redact import without_places
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, Phase
 
@@ -259,9 +259,6 @@ RETRYABLE_ERRORS: dict[str, bool] = {
 }
 """Every code that an ended job may have, and whether it may end otherwise when it is retried."""
 
-_PLACE = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"]+|(?<![\w./])/(?:[\w.@+-]+/)+[\w.@+-]*", re.IGNORECASE)
-"""URLs and paths: what they name is inside, and nobody's business outside."""
-
 
 def unix_or_none(time: datetime | None) -> int | None:
     return None if time is None else int(time.timestamp())
@@ -274,7 +271,7 @@ def error_of(error: dict[str, Any] | None) -> VideoError | None:
     code, stage = str(error.get("code", "generation_failed")), error.get("stage")
     return VideoError(
         code=code,
-        message=_PLACE.sub("[...]", str(error.get("message", ""))),
+        message=without_places(str(error.get("message", ""))),
         stage=None if stage is None else str(stage),
         retryable=RETRYABLE_ERRORS.get(code, True),
     )
