@@ -1,6 +1,7 @@
 """The HTTP server: uvicorn, with bounds on what it reads before there is a request."""
 
 import asyncio
+import gc
 import socket
 from http import HTTPStatus
 
@@ -10,6 +11,7 @@ from rushes_core.ids import new_request_id
 from rushes_core.log import get_logger
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rushes_api.app import create_app
 from rushes_api.errors import ApiError, render
 
 log = get_logger(__name__)
@@ -111,10 +113,24 @@ def _bound_silence(transport: asyncio.Transport, seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1_000 * seconds))
 
 
+def make_app() -> FastAPI:
+    """The application of a worker process."""
+    app = create_app()
+    _keep_for_good()
+    return app
+
+
+def _keep_for_good() -> None:
+    """Have the garbage collector look no more at what start-up has made, which takes longer than many a request."""
+    gc.collect()
+    gc.freeze()
+
+
 def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:
     """Serve until a signal. Several workers are processes that make an application each, from the environment."""
+    _keep_for_good()
     uvicorn.run(
-        app if workers == 1 else "rushes_api.app:create_app",
+        app if workers == 1 else f"{__name__}:{make_app.__name__}",
         factory=workers > 1,
         workers=workers,
         host=host,
