@@ -102,14 +102,14 @@ class TestTcp:
         assert until_reset(client) in (b"", b"abc")
         assert proxy.strikes == 1
 
-    @pytest.mark.parametrize(("mode", "answer"), [(Mode.LOSE_REPLY, b""), (Mode.REPLY_THEN_CUT, b"COMMIT")])
+    @pytest.mark.parametrize(("mode", "answer"), [(Mode.LOSE_REPLY, b""), (Mode.REPLY_THEN_CUT, b"COMMIT\0")])
     def test_only_what_holds_the_trigger_is_struck(
         self, proxy: TcpProxy, client: socket.socket, mode: Mode, answer: bytes
     ) -> None:
         proxy.set(mode, budget=1)
         client.sendall(b"SELECT")
         assert client.recv(100) == b"SELECT"
-        client.sendall(b"COMMIT")
+        client.sendall(b"COMMIT\0")
         assert until_reset(client) == answer
 
 

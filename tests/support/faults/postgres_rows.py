@@ -100,7 +100,7 @@ def commit_reply_lost(cluster: Cluster) -> None:
     for _ in range(2):
         cluster.start_worker(database_url=url)
     cluster.wait_ready()
-    proxy.set(Mode.LOSE_REPLY, probability=0.12, triggers=(b"COMMIT", b"#", b"running", b"completed"))
+    proxy.set(Mode.LOSE_REPLY, probability=0.12, triggers=(b"COMMIT\0", b"#", b"running", b"completed"))
     cluster.load(16, cancels=0.15, deletes=0.1).join()
     cluster.until(
         lambda: not cluster.query("SELECT 1 FROM jobs WHERE state IN ('queued', 'claimed', 'running')"), seconds=100

@@ -51,7 +51,8 @@ class Fault:
     seconds: float = 0.0
     bytes_per_second: int = 10_000
     num_bytes: int = 0
-    triggers: tuple[bytes, ...] = (b"COMMIT",)
+    # to the NUL that ends it: a transaction may also begin with ISOLATION LEVEL READ COMMITTED
+    triggers: tuple[bytes, ...] = (b"COMMIT\0",)
     probability: float = 1.0
     budget: int = 1_000_000
 
