@@ -60,9 +60,9 @@ def preferred_wait(headers: list[str]) -> int | None:
     return None
 
 
-async def _wait_first(
-    video_id: str, request: Request, caller: CurrentCaller, state: AppState, seconds: PreferredWait
-) -> None:
+async def _wait_first(video_id: str, request: Request, caller: CurrentCaller, state: AppState) -> None:
+    # no dependency for the header: this is on the path of everybody who polls
+    seconds = await _wait_seconds(request) if "prefer" in request.headers else None
     if seconds is None or not is_video_id(video_id):
         return
     with state["watcher"].maybe_seat(caller.api_key) as seat:
