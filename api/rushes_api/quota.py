@@ -11,10 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from rushes_api.auth import Caller
 from rushes_api.errors import ApiError
 from rushes_api.limits import WINDOW_SECONDS, too_many
+from rushes_api.video import PRIORITY_NAMES
 
 QUEUE_FULL_RETRY_SECONDS = 10
-
-_WORDS = {number: word for word, number in PRIORITIES.items()}
 
 
 def check_priority(priority: int, *, caller: Caller) -> None:
@@ -22,7 +21,7 @@ def check_priority(priority: int, *, caller: Caller) -> None:
     Raises:
         ApiError: 403 `priority_not_allowed`: the caller's jobs may not have it.
     """
-    word = _WORDS[priority]
+    word = PRIORITY_NAMES[priority]
     if word not in caller.priorities:
         allowed = ", ".join(one for one in PRIORITIES if one in caller.priorities)
         raise ApiError(
