@@ -176,8 +176,8 @@ class Settings(DatabaseSettings):
     audio_bitrate: Annotated[int, Field(ge=32_000, le=320_000)] = 144_000
     """Bits per second of the AAC track."""
     provenance: Annotated[str, StringConstraints(pattern="^(off|on|prompt)$")] = "on"
-    """What a clip's file says of how it was made, as JSON in its comment: `on` model, revision, seed and id of the video,
-    `prompt` the prompt too, `off` nothing: then the same request gives the same bytes."""
+    """What a clip's file says of how it was made, as JSON in its comment: `on` model, revision, seed and id of the
+    video, `prompt` the prompt too, `off` nothing: then the same request gives the same bytes."""
     flawed_clips: Annotated[str, StringConstraints(pattern="^(warn|fail)$")] = "warn"
     """A clip that is one flat colour, frozen or silent all along: `warn` stores it and says so in `output.warnings`;
     `fail` ends the attempt as `invalid_output`."""
