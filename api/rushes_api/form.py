@@ -16,7 +16,7 @@ BOOLEANS = frozenset({("output", "thumbnail")})
 """Fields whose text is read as true or false."""
 OBJECTS = frozenset({"metadata", "target", "retention", "output"})
 """Fields whose text is read as JSON when it is an object."""
-LISTS = frozenset({"conditions"})
+LISTS = frozenset({"conditions", "webhook_events"})
 """Fields whose text is read as JSON when it is an array."""
 
 _INTEGER_TEXT = re.compile(r"-?[0-9]{1,20}", re.ASCII)

@@ -203,6 +203,7 @@ class TestMultipart:
             ("retention", ' {"seconds": 3600}', {"seconds": 3_600}),
             ("output", '{"thumbnail": true}', {"thumbnail": True}),
             ("conditions", "[]", []),
+            ("webhook_events", '["video.failed"]', ["video.failed"]),
         ],
     )
     def test_json_text_of_any_object_is_read(self, name: str, text: str, value: object) -> None:
