@@ -27,7 +27,8 @@ log = get_logger(__name__)
 MAX_WAIT_SECONDS = 60
 _ROUND_SECONDS = 20.0
 """What an answer may take beside the time that it waits for the job."""
-_ELEMENT = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^",])+')
+# a quote that nothing closes takes all the rest: to look for its end from each quote again would take seconds
+_ELEMENT = re.compile(r'(?:"(?:[^"\\]|\\.?)*(?:"|$)|[^",])+')
 _DIGITS = re.compile(r"[0-9]{1,6}", re.ASCII)
 
 PREFER_HEADER: dict[str, Any] = {

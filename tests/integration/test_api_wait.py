@@ -89,7 +89,9 @@ class TestPreferences:
             (["wait=٣"], None),
             (["wait=x, wait=5"], None),
             (["waiting=5"], None),
-            (['"wait=5'], 5),
+            (['"wait=5'], None),
+            (['wait=5, "'], 5),
+            (['"' + 15_000 * '\\"' + ", wait=5"], None),
         ],
     )
     def test_only_a_wait_that_is_served_counts(self, sent: list[str], seconds: int | None) -> None:
