@@ -9,12 +9,14 @@ from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_worker import connections
 from rushes_worker.connections import UNREACHABLE, Connections
 from rushes_worker.lease import Lease
 from rushes_worker.ledger import Ledger, LedgerUnreachable
 from sqlalchemy import Engine, bindparam, make_url, select, text
 from support.faults.proxy import Mode, TcpProxy
 from support.job_rows import ERROR, MODEL, RESULT, JobRows
+from support.waiting import wait_until
 
 REPLICA = "bench-r0#1"
 
@@ -163,16 +165,46 @@ class TestBrokenConnections:
         assert rows.read(lease.job_id).state is JobState.CLAIMED
 
 
+def test_a_plan_for_an_empty_queue_is_not_kept_for_a_full_one(
+    rows: JobRows, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_PLANS_KEPT_SECONDS", 0.0)
+    read = text("SELECT seq_tup_read FROM pg_stat_user_tables WHERE relname = 'jobs'")
+    with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("VACUUM ANALYZE jobs"))
+    ledger = Ledger(settings, replica_id=REPLICA, model=MODEL)
+    for _ in range(3):
+        assert ledger.claim(()) is None
+    with rows.engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO jobs (id, project, model, prompt, seed, width, height, num_frames, request, max_attempts)"
+                " SELECT 'video_' || i, 'p' || i % 20, :model, 'x', 1, 480, 480, 107, '{}', 3"
+                " FROM generate_series(1, 3000) AS i"
+            ),
+            {"model": MODEL},
+        )
+        before = connection.execute(read).scalar_one()
+    for _ in range(3):
+        assert ledger.claim(()) is not None
+    # what a backend counted is known when it has ended
+    ledger.close()
+    backends = text("SELECT FROM pg_stat_activity WHERE query LIKE '%WITH ready AS%' AND pid <> pg_backend_pid()")
+    with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        wait_until(lambda: not connection.execute(backends).all())
+        assert connection.execute(read).scalar_one() - before < 3000
+
+
 def test_a_connection_that_failed_is_not_lent_again(settings: Settings) -> None:
-    connections = Connections(settings)
-    with pytest.raises(ZeroDivisionError), connections.lend() as first:
+    lender = Connections(settings)
+    with pytest.raises(ZeroDivisionError), lender.lend() as first:
         raise ZeroDivisionError
     assert first.closed
-    with connections.lend() as second:
+    with lender.lend() as second:
         pass
-    with connections.lend() as third:
+    with lender.lend() as third:
         assert third is second
-    connections.close()
+    lender.close()
     assert second.closed
 
 
@@ -180,10 +212,10 @@ def test_a_prepared_statement_takes_its_values_and_those_that_it_is_given(settin
     job = rows.add(project="p")
     statement = Prepared(select(Job.state, Job.request).where(Job.id == bindparam("job_id"), Job.project == "p"))
     pause = Prepared(backlog.pause_queue("p"), keep=False)
-    connections = Connections(settings)
-    with connections.lend() as connection:
+    lender = Connections(settings)
+    with lender.lend() as connection:
         for job_id, found in ((job.id, [{"state": "queued", "request": job.request}]), ("another", [])):
             assert statement.execute(connection, job_id=job_id, nothing="of it").fetchall() == found
         assert [row["project"] for row in pause.execute(connection)] == ["p"]
-    connections.close()
+    lender.close()
     rows.run(backlog.resume_queue("p"))

@@ -2,6 +2,7 @@
 
 import select
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -16,6 +17,8 @@ UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.Interna
 """Errors of a database that is away, restarting, failing over (read-only) or too slow."""
 
 _MAX_OPEN = 5
+_PLANS_KEPT_SECONDS = 5.0
+"""A plan that was made while a table was empty is of no use for a full one, and lasts until somebody analyzes it."""
 
 
 class Connections:
@@ -26,6 +29,7 @@ class Connections:
         # a statement that is run all the time is not planned again to see whether its values would have helped
         self._arguments["options"] += " -c plan_cache_mode=force_generic_plan"
         self._free: list[Connection[DictRow]] = []
+        self._planned_at: dict[Connection[DictRow], float] = {}
         self._slots = threading.BoundedSemaphore(_MAX_OPEN)
 
     @contextmanager
@@ -38,25 +42,43 @@ class Connections:
         with self._slots:
             connection = self._take()
             try:
+                self._forget_old_plans(connection)
                 yield connection
             except BaseException:
-                connection.close()
+                self._drop(connection)
                 raise
             self._free.append(connection)
 
     def close(self) -> None:
-        while self._free:
-            self._free.pop().close()
+        while (connection := self._pop()) is not None:
+            self._drop(connection)
 
     def _take(self) -> Connection[DictRow]:
-        while self._free:
-            connection = self._free.pop()
+        while (connection := self._pop()) is not None:
             if not _has_ended(connection):
                 return connection
-            connection.close()
+            self._drop(connection)
         connection = Connection[DictRow].connect(**self._arguments, autocommit=True, row_factory=dict_row)
         connection.cursor_factory = cast("type[Cursor[DictRow]]", RawCursor)
+        self._planned_at[connection] = time.monotonic()
         return connection
+
+    def _pop(self) -> Connection[DictRow] | None:
+        # one step: another thread may take the last one after this one has looked
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def _forget_old_plans(self, connection: Connection[DictRow]) -> None:
+        now = time.monotonic()
+        if now - self._planned_at[connection] > _PLANS_KEPT_SECONDS:
+            connection.execute("DISCARD PLANS", prepare=False)
+            self._planned_at[connection] = now
+
+    def _drop(self, connection: Connection[DictRow]) -> None:
+        connection.close()
+        self._planned_at.pop(connection, None)
 
 
 def _has_ended(connection: Connection[DictRow]) -> bool:
