@@ -27,9 +27,16 @@ a migration may hold, it holds no other one."""
 
 
 def create_sync_engine(settings: DatabaseSettings, *, pool_size: int = 5) -> Engine:
-    """Engine of a worker, the dispatcher or a command. A connection is checked before it is used."""
+    """Engine of a worker, the dispatcher or a command. A connection is checked before it is used.
+
+    No plan is kept: one that the dispatcher made for an empty queue would be used for a full one.
+    """
     return create_engine(
-        settings.database_url, pool_size=pool_size, max_overflow=2, pool_pre_ping=True, connect_args=_CONNECT_ARGS
+        settings.database_url,
+        pool_size=pool_size,
+        max_overflow=2,
+        pool_pre_ping=True,
+        connect_args={**_CONNECT_ARGS, "prepare_threshold": None},
     )
 
 
