@@ -120,7 +120,7 @@ class TestForeignIds:
         """What is not sent takes no time, which would tell that it is there."""
 
         async def found() -> set[tuple[str, str]]:
-            line = lookup._Line(api_settings)  # pyright: ignore[reportPrivateUsage]
+            line = lookup.Line(api_settings)
             try:
                 asked = [(video_id, mine.project) for video_id in (*mine.jobs.values(), *theirs.jobs.values())]
                 return set(await lookup._find_jobs(line, asked))  # pyright: ignore[reportPrivateUsage]
