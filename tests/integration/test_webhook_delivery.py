@@ -19,10 +19,11 @@ from rushes_core.queue import WEBHOOK_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.signing import PublicKeys
+from rushes_worker.webhooks import sender as sender_module
 from sqlalchemy import text
 from standardwebhooks import Webhook
 from support.commands import clean_environment
-from support.receiver import Received, Receiver, reply
+from support.receiver import Received, Receiver, hang, reply
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.webhooks import ED25519_KEY, LOCAL, Hooks, SenderProcess, SenderThread
@@ -232,6 +233,21 @@ class TestAgain:
         assert len({(one.event_id, one.body) for one in receiver.received}) == 1
         log = [(one.number, one.status, one.error) for one in hooks.attempts(delivery.id)]
         assert log == [(1, None, "sender_lost"), (2, 200, None)]
+
+    def test_a_sender_stops_although_a_receiver_hangs(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sender_module, "STOP_SECONDS", 0.2)
+        hooks.register(receiver.url())
+        receiver.script("/hook", hang)
+        hooks.completed()
+        with SenderThread(settings):
+            wait_until(lambda: receiver.received)
+        assert hooks.delivery().state == "delivering"
+        hooks.end_leases()
+        with SenderThread(settings):
+            hooks.wait_for("delivered")
+        assert len({one.event_id for one in receiver.received}) == 1
 
     def test_a_sender_that_lost_its_lease_records_nothing(self, hooks: Hooks, receiver: Receiver) -> None:
         hooks.register(receiver.url())

@@ -1,5 +1,6 @@
 """Receivers that are broken or hostile: the schedule and the bounds hold, and nobody else waits for them."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.guard import Address, Guard
 from rushes_core.webhooks.schedule import DELAYS
+from rushes_worker.webhooks.transport import Answer, Transport
 from support.receiver import Behaviour, Receiver, drip, hang, make_certificate, reply, reset
 from support.stack import SharedStack
 from support.waiting import wait_until
@@ -145,6 +148,20 @@ class TestAnswers:
         assert len(attempt.excerpt.encode()) <= 1_024
         assert attempt.excerpt.startswith("  [31m no \ufffd\ufffdéé")
         assert MARK not in attempt.excerpt
+
+    def test_of_an_answer_from_a_private_network_nothing_is_kept(self, receiver: Receiver, settings: Settings) -> None:
+        class Private(Guard):
+            def is_private(self, address: Address) -> bool:
+                return True
+
+        async def post(guard: Guard) -> Answer:
+            async with Transport(settings, guard) as transport:
+                return await transport.post(receiver.url(), b"{}", {})
+
+        receiver.always("/hook", reply(500, MARK.encode()))
+        assert asyncio.run(post(Guard(settings))).excerpt == MARK
+        answer = asyncio.run(post(Private(settings)))
+        assert (answer.status, answer.error, answer.excerpt) == (500, "http_error", None)
 
     def test_410_disables_the_endpoint_and_cancels_what_waits(
         self, hooks: Hooks, receiver: Receiver, settings: Settings

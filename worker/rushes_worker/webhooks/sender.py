@@ -38,7 +38,7 @@ MAX_SETTLED = 500
 """Outcomes that are written in one transaction."""
 LEASE_MARGIN_SECONDS = 30.0
 """How much longer than a request a delivery is held: for the database to take the outcome."""
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.5
 GATHER_SECONDS = 0.005
 """How long finished requests wait for others to be settled with."""
 REAP_SECONDS = 5.0
