@@ -178,7 +178,10 @@ def admission(
         if resolved.webhook is not None:
             hook = await state["webhooks"].of_job(resolved.webhook, project=caller.project, session=session)
             values |= {"request": values["request"] | {"webhook": hook}, "webhook": NOT_TOLD_YET}
-        job = (await session.execute(jobs.create(**values))).scalar_one()
+        job = (await session.execute(jobs.create(**values))).scalar_one_or_none()
+        if job is None:
+            # the first run's commit was still on its way when this one looked for its row
+            return await session.get_one(Job, video_id)
         await take_place(session, job)
         return job
 

@@ -1,23 +1,30 @@
 """Requests that are sent again: with a key they take effect once, and a commit without a reply is looked into."""
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from pydantic import SecretStr
 from rushes_api import once, view
+from rushes_api.admission import admission
 from rushes_api.app import create_app
+from rushes_api.auth import Caller
+from rushes_api.deps import State
 from rushes_core import database
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey
+from rushes_core.request import ResolvedRequest, resolve
+from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
-from sqlalchemy import func, insert, make_url, update
+from sqlalchemy import func, insert, make_url, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 from support.api import AUTHORIZED, ApiProcess, JobDriver, multipart
@@ -259,6 +266,28 @@ class TestLostCommit:
         assert proxy.strikes == 1
         assert driver.num_rows() == before + 1
         assert driver.row(response.json()["id"]) is not None
+
+    def test_a_commit_that_is_still_on_its_way_is_waited_for(self, api_settings: Settings) -> None:
+        model = ServedModel.load(api_settings)
+        state = cast("State", {"settings": api_settings, "model": model})
+
+        async def order(session: AsyncSession) -> ResolvedRequest:
+            return resolve({"prompt": "a dog"}, model)
+
+        async def run() -> None:
+            engine = database.create_api_engine(api_settings)
+            sessions = async_sessionmaker(engine, expire_on_commit=False)
+            admit = admission(order, caller=Caller("default", "key"), state=state)
+            async with sessions() as first, sessions() as second, sessions() as observer:
+                job = await admit(first)
+                again = asyncio.create_task(admit(second))
+                while not (await observer.execute(text("SELECT 1 FROM pg_locks WHERE NOT granted"))).first():
+                    await asyncio.sleep(0.01)
+                await first.commit()
+                assert (await again).id == job.id
+            await engine.dispose()
+
+        asyncio.run(run())
 
     def test_a_post_with_a_key_is_answered_with_its_one_job(
         self, through: TestClient, proxy: TcpProxy, driver: JobDriver, key: str
