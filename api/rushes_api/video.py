@@ -12,6 +12,7 @@ from rushes_core.models import Job
 from rushes_core.redact import without_places
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, Phase
+from rushes_core.webhooks.events import FINAL_TYPES
 
 from rushes_api.page import Listed
 from rushes_api.stored import OutputVariant, content_url, variants_of
@@ -201,11 +202,18 @@ def video_of(
         batch_id=None,
         campaign_id=None,
         custom_id=None,
-        webhook=WebhookState(**(job.webhook or _NO_WEBHOOK)),
+        webhook=_webhook_of(job),
     )
 
 
-_NO_WEBHOOK: dict[str, Any] = {"state": "none", "attempts": 0, "last_status": None}
+def _webhook_of(job: Job) -> WebhookState:
+    """What is known of it, as long as some end of the job is to be told."""
+    hook: dict[str, Any] = job.request.get("webhook") or {}
+    wanted: list[str] = hook.get("events") or []
+    possible = (f"video.{job.state}",) if job.state.is_final else FINAL_TYPES
+    if job.webhook is None or not any(one in wanted for one in possible):
+        return WebhookState(state="none", attempts=0, last_status=None)
+    return WebhookState(**job.webhook)
 
 
 def poll_after_ms(job: Job, num_ahead: int | None, eta: Eta | None) -> int | None:

@@ -267,6 +267,29 @@ class TestJobsOwnUrl:
         video = posted(client, "/v1/videos", {"prompt": "a dog", "webhook_url": URL})
         assert video["webhook"] == {"state": "pending", "attempts": 0, "last_status": None}
 
+    def test_it_is_pending_only_while_an_end_is_to_be_told(self, hooks: Hooks, client: httpx.Client) -> None:
+        hooks.project_secret()
+        states = {}
+        for event in ("video.started", "video.cancelled", "video.failed"):
+            body = {"prompt": "a dog", "webhook_url": URL, "webhook_events": [event]}
+            video = posted(client, "/v1/videos", body)
+            ended = posted(client, f"/v1/videos/{video['id']}/cancel")
+            states[event] = (video["webhook"]["state"], ended["webhook"]["state"])
+        assert states == {
+            "video.started": ("none", "none"),
+            "video.cancelled": ("pending", "pending"),
+            "video.failed": ("pending", "none"),
+        }
+
+    def test_a_remix_is_told_where_its_source_was(self, hooks: Hooks, client: httpx.Client) -> None:
+        hooks.project_secret()
+        body = {"prompt": "a dog", "webhook_url": URL, "webhook_events": ["video.completed"]}
+        source = posted(client, "/v1/videos", body)
+        remixed = posted(client, f"/v1/videos/{source['id']}/remix", {"prompt": "a cat"})
+        hooks_of = [hooks.jobs.read(one["id"]).request["webhook"] for one in (source, remixed)]
+        assert hooks_of[0] == hooks_of[1]
+        assert remixed["webhook"]["state"] == "pending"
+
     def test_a_job_without_a_url_has_none(self, hooks: Hooks, client: httpx.Client) -> None:
         video = posted(client, "/v1/videos", {"prompt": "a dog"})
         assert video["webhook"] == {"state": "none", "attempts": 0, "last_status": None}
