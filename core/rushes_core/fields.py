@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from rushes_core.canvas import CANVASES, SIZE_ALIASES, canvas_for_size
 from rushes_core.clip import MAX_SECONDS, MIN_SECONDS
+from rushes_core.ids import is_video_id
 from rushes_core.moment import parse_moment
 from rushes_core.prompt import MAX_PROMPT_CHARACTERS
 
@@ -155,7 +156,12 @@ def _aspect_ratio(value: object) -> object:
 
 def _key_prefix(value: object) -> str:
     if isinstance(value, str) and len(value) <= MAX_KEY_PREFIX and _KEY_PREFIX.fullmatch(value):
-        return value
+        if not any(map(is_video_id, value.split("/"))):
+            return value
+        # everything below the id of a video goes with that video
+        raise PydanticCustomError(
+            "invalid_value", "must not have the id of a video among its names, got {value}", {"value": shown(value)}
+        )
     raise PydanticCustomError(
         "invalid_value",
         "must be a relative path of at most {limit} characters whose names consist of letters, digits, '_', '-' "

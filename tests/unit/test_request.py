@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rushes_core.errors import InvalidRequest
+from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.parsing import InvalidFields
 from rushes_core.request import ModelNotFound, ResolvedRequest, VideoRequest, remix, resolve
@@ -494,6 +495,14 @@ class TestOutput:
         error = refused(model, output={"key_prefix": prefix})
         assert error.param == "output.key_prefix"
         assert "relative path of at most 200 characters" in str(error)
+
+    @pytest.mark.parametrize("prefix", ["{}", "a/{}", "{}/b"])
+    def test_no_prefix_leads_below_another_video_which_would_take_the_clip_with_it(
+        self, model: ServedModel, prefix: str
+    ) -> None:
+        error = refused(model, output={"key_prefix": prefix.format(new_video_id())})
+        assert error.param == "output.key_prefix"
+        assert "must not have the id of a video among its names" in str(error)
 
     def test_a_bucket_is_one_that_the_operator_named(self, model: ServedModel) -> None:
         error = refused(model, output={"bucket": "somebody-elses"})
