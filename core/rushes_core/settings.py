@@ -124,7 +124,7 @@ class Settings(DatabaseSettings):
     poll_seconds: Annotated[float, Field(gt=0)] = 1.5
     """How often an idle replica looks for work when no hint arrives, before jitter."""
     dispatch_seconds: Annotated[float, Field(gt=0)] = 0.25
-    """How often the dispatcher sends hints and sweeps."""
+    """How often the dispatcher opens held jobs and sends hints."""
     max_attempts: PositiveInt = 3
     """Attempts that a job gets before it fails."""
     worker_name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,100}$")] = ""
