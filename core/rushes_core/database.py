@@ -36,6 +36,7 @@ def create_sync_engine(settings: DatabaseSettings, *, pool_size: int = 5) -> Eng
         pool_size=pool_size,
         max_overflow=2,
         pool_pre_ping=True,
+        hide_parameters=True,
         connect_args={**_CONNECT_ARGS, "prepare_threshold": None},
     )
 
@@ -48,6 +49,8 @@ def create_api_engine(settings: Settings, *, pool_size: int = 10) -> AsyncEngine
         max_overflow=10,
         pool_timeout=1.5,
         pool_pre_ping=True,
+        # errors go to the log, and what they would show are prompts
+        hide_parameters=True,
         connect_args=_CONNECT_ARGS,
     )
 
