@@ -143,4 +143,6 @@ def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
+        # a worker that has to share its core with too much else is slow, not dead
+        timeout_worker_healthcheck=30,
     )
