@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
 from rushes_core import events
 from rushes_core.database import EACH_ALONE
@@ -17,6 +18,7 @@ from rushes_core.events import Glimpse, Step
 from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
+from sqlalchemy import Select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.types import Receive
@@ -126,7 +128,7 @@ class Watcher:
         self._num_taken = 0
         self._seats: dict[str, set[Seat]] = {}
         self._anybody = asyncio.Event()
-        self._asked: dict[str, list[asyncio.Future[Story | None]]] = {}
+        self._asked: dict[tuple[str, str], list[asyncio.Future[Story | None]]] = {}
         self._answering: asyncio.Task[None] | None = None
         self._is_reachable = True
 
@@ -190,30 +192,30 @@ class Watcher:
         comes back at once, and an `EventSource` that is refused does not come again.
         """
         answer: asyncio.Future[Story | None] = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(job_id, []).append(answer)
+        self._asked.setdefault((job_id, project), []).append(answer)
         if self._answering is None or self._answering.done():
             # not in the context of the request that happens to be the first: its id would be in the logs of all
             self._answering = asyncio.get_running_loop().create_task(self._answer_all(), context=Context())
-        story = await answer
-        return story if story is not None and story.job.project == project else None
+        return await answer
 
     async def _answer_all(self) -> None:
         while self._asked:
-            asked = {job_id: self._asked.pop(job_id) for job_id in list(self._asked)[:_MAX_STORIES]}
+            asked = {pair: self._asked.pop(pair) for pair in list(self._asked)[:_MAX_STORIES]}
             found: dict[str, Story] = {}
             failure: Exception | None = None
             try:
                 async with self._sessions() as session:
                     await session.connection(execution_options=EACH_ALONE)
-                    found = await self._stories(session, list(asked))
+                    found = await _read(session, events.stories_of(list(asked)))
             except Exception as error:  # whatever it is, those who wait have to be told
                 failure = error
-            for job_id, answers in asked.items():
+            for (job_id, project), answers in asked.items():
+                story = found.get(job_id)
                 for answer in answers:
                     if answer.done():
                         continue
                     if failure is None:
-                        answer.set_result(found.get(job_id))
+                        answer.set_result(story if story is not None and story.job.project == project else None)
                     else:
                         answer.set_exception(failure)
 
@@ -251,7 +253,8 @@ class Watcher:
             await session.connection(execution_options=EACH_ALONE)
             rows = (await session.execute(events.glimpses(followed))).all()
             found = {glimpse.id: glimpse for glimpse in (Glimpse(*row) for row in rows)}
-            stories = await self._stories(session, self._changed(found.values()))
+            changed = self._changed(found.values())
+            stories = await _read(session, events.stories(changed)) if changed else {}
         for job_id in followed:
             story = stories.get(job_id)
             glimpse = found.get(job_id) if story is None else Glimpse.of(story.job)
@@ -265,12 +268,6 @@ class Watcher:
             for glimpse in glimpses
             if any(seat.seen and seat.seen.status != glimpse.status for seat in self._seats.get(glimpse.id, ()))
         ]
-
-    async def _stories(self, session: AsyncSession, job_ids: list[str]) -> dict[str, Story]:
-        if not job_ids:
-            return {}
-        rows = (await session.execute(events.stories(job_ids))).all()
-        return {job.id: Story(job, Step.story(steps)) for job, steps in rows}
 
     def _everybody(self) -> list[Seat]:
         return [seat for seats in self._seats.values() for seat in seats]
@@ -301,6 +298,11 @@ async def watching(settings: Settings, sessions: async_sessionmaker[AsyncSession
         look.cancel()
         # a driver that waits for a frozen server may not notice
         await asyncio.wait({look}, timeout=1.0)
+
+
+async def _read(session: AsyncSession, statement: Select[Job, Any]) -> dict[str, Story]:
+    rows = (await session.execute(statement)).all()
+    return {job.id: Story(job, Step.story(steps)) for job, steps in rows}
 
 
 async def until_gone(receive: Receive) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
-from sqlalchemy import Select, Text, any_, func, literal, select
+from sqlalchemy import Select, Text, any_, exists, func, literal, select
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, aggregate_order_by
 from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.elements import ColumnElement
@@ -70,6 +70,16 @@ def stories(job_ids: Sequence[str]) -> Select[Job, Any]:
         .scalar_subquery()
     )
     return select(Job, history).where(_is_one_of(job_ids))
+
+
+def stories_of(asked: Sequence[tuple[str, str]]) -> Select[Job, Any]:
+    """`stories` of the jobs of which somebody asked: each an id and the project that it must be of. What is another
+    project's is not even sent: that would take time, which tells that it is there."""
+    job_ids, projects = ([pair[at] for pair in asked] for at in (0, 1))
+    arrays = (literal(column, ARRAY(Text())) for column in (job_ids, projects))
+    pair = func.unnest(*arrays).table_valued("id", "project").render_derived(name="asked")
+    owned = exists().where(pair.c.id == Job.id, pair.c.project == Job.project)
+    return stories(job_ids).where(owned)
 
 
 def _is_one_of(job_ids: Sequence[str]) -> ColumnElement[bool]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 from rushes_api.routers import events
+from rushes_core.events import stories_of
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -199,6 +200,10 @@ class TestWhoMayListen:
         with Session(driver.engine) as session, session.begin():
             session.execute(update(Job).where(Job.id == video_id).values(project="another"))
         assert http.get(f"/v1/videos/{video_id}/events").status_code == 404
+        # what the database does not even send takes no time that could tell of it
+        asked = [(video_id, "default"), (video_id, "nobody"), (posted(http), "default")]
+        with Session(driver.engine) as session:
+            assert [job.id for job, _ in session.execute(stories_of(asked))] == [asked[2][0]]
 
     def test_a_key_and_a_process_have_a_bounded_number_of_streams(self, api_settings: Settings) -> None:
         settings = api_settings.model_copy(update={"api_max_waiting": 2, "api_max_waiting_per_key": 1})
