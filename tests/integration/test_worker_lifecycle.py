@@ -94,7 +94,7 @@ class TestRedis:
 
 class TestLayouts:
     def test_two_ranks_render_one_job(self, jobs: Jobs, start_worker: StartWorker) -> None:
-        start_worker(layout="r1s2")
+        start_worker(layout="r1s2", provenance="off")
         (replica,) = jobs.wait_ready()
         pids = replica.detail["ranks"]
         assert (replica.layout, len(pids)) == ("r1s2", 2)
