@@ -66,10 +66,6 @@ class Vault:
         keys = listed(settings.webhook_key.get_secret_value())
         self._fernet = MultiFernet([Fernet(key) for key in keys]) if keys else None
 
-    @property
-    def is_configured(self) -> bool:
-        return self._fernet is not None
-
     def lock(self, secret: SigningSecret) -> bytes:
         """
         Raises:
