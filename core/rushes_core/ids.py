@@ -9,6 +9,7 @@ from ulid import ULID
 VIDEO_PREFIX = "video_"
 REQUEST_PREFIX = "req_"
 KEY_PREFIX = "key_"
+FILE_PREFIX = "file_"
 ENDPOINT_PREFIX = "whe_"
 DELIVERY_PREFIX = "whd_"
 TEST_EVENT_PREFIX = "evt_test_"
@@ -35,6 +36,11 @@ def new_request_id() -> str:
 def new_key_id() -> str:
     """An id for a new API key. It is no secret."""
     return f"{KEY_PREFIX}{ULID()}"
+
+
+def new_file_id() -> str:
+    """An id for an uploaded file."""
+    return f"{FILE_PREFIX}{ULID()}"
 
 
 def new_endpoint_id() -> str:
@@ -70,6 +76,11 @@ def is_video_id(value: str) -> bool:
 def is_key_id(value: str) -> bool:
     """Whether `value` is well formed as the id of an API key; says nothing about its existence."""
     return _is_id(value, KEY_PREFIX)
+
+
+def is_file_id(value: str) -> bool:
+    """Whether `value` is well formed as the id of a file; says nothing about its existence."""
+    return _is_id(value, FILE_PREFIX)
 
 
 def _is_id(value: str, prefix: str) -> bool:

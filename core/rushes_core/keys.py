@@ -28,9 +28,10 @@ from rushes_core.states import JobState
 
 READ = "videos:read"
 WRITE = "videos:write"
+BATCHES = "batches"
 WEBHOOKS = "webhooks"
 ADMIN = "admin"
-SCOPES = (READ, WRITE, "batches", WEBHOOKS, ADMIN)
+SCOPES = (READ, WRITE, BATCHES, WEBHOOKS, ADMIN)
 """What a key may do. `admin` is all of it, and the keys and projects of everybody."""
 DEFAULT_SCOPES = (READ, WRITE)
 COMPAT = ("openai",)

@@ -406,6 +406,42 @@ class IdempotencyKey(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now(), index=True)
 
 
+class File(Base):
+    """A file that a client uploaded. Its object lies in the store before there is a row."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`file_` and a ULID."""
+    project: Mapped[str]
+    purpose: Mapped[str] = mapped_column(String(32))
+    filename: Mapped[str]
+    bytes: Mapped[int]
+    sha256: Mapped[str]
+    """Hexadecimal."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
+    """When it was deleted, or the time at which it expired: a tombstone."""
+    purged_at: Mapped[datetime | None]
+    """When its object was removed from the store."""
+
+    __table_args__ = (
+        CheckConstraint("bytes > 0", name="bytes_is_positive"),
+        Index("ix_files_visible", "project", "id", postgresql_where=text("deleted_at IS NULL")),
+        Index(
+            "ix_files_expires_at",
+            "expires_at",
+            postgresql_where=text("deleted_at IS NULL AND expires_at IS NOT NULL"),
+        ),
+        Index(
+            "ix_files_unpurged",
+            "deleted_at",
+            postgresql_where=text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+        ),
+    )
+
+
 class Replica(Base):
     """A replica that is up, or was: its supervisor refreshes the row with every heartbeat."""
 

@@ -86,6 +86,12 @@ class Settings(DatabaseSettings):
     """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
     api_max_waiting_per_key: PositiveInt = 250
     """The same for one API key in one process."""
+    files_max_bytes: Annotated[int, Field(ge=1, le=53_687_091_200)] = 209_715_200
+    """Largest file that `POST /v1/files` takes."""
+    files_max_count: PositiveInt = 1_000
+    """Files that a project may have at once."""
+    files_max_total_bytes: PositiveInt = 10_737_418_240
+    """What the files of a project may have together."""
     metrics_open: bool = False
     """Whether `GET /metrics` needs no key; otherwise it takes one with the scope `admin`."""
     sync_timeout_seconds: PositiveInt = 600

@@ -1,4 +1,4 @@
-"""Finished clips in an S3-compatible store: written once under a key of their own, verified, read by range."""
+"""Clips and uploaded files in an S3-compatible store: written once under keys of their own, verified, read by range."""
 
 # boto3 is not typed
 # pyright: standard
@@ -24,6 +24,7 @@ from rushes_core.errors import ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
 from rushes_core.variants import VIDEO
 
+_BINARY = "application/octet-stream"
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _REFUSED = frozenset({"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
 _CHUNK_BYTES = 256 * 1024
@@ -36,8 +37,13 @@ _CONNECTIONS = 32
 _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
 
+PART_BYTES = 5 * 1024 * 1024
+"""The least that S3 takes as a part of an object, but for the last; 10,000 of them are the most."""
+
 RESULTS = "results/"
 """Prefix of every result."""
+FILES = "files/"
+"""Prefix of every uploaded file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,11 @@ def result_key(
 ) -> str:
     """Key of an attempt's result. The fence makes it unique: two attempts can never write the same object."""
     return f"{job_prefix(project, job_id, key_prefix=key_prefix)}{attempt}-{fence}/{name}"
+
+
+def file_key(project: str, file_id: str) -> str:
+    """Key of an uploaded file."""
+    return f"{FILES}{project}/{file_id}"
 
 
 def job_prefix(project: str, job_id: str, *, key_prefix: str = "") -> str:
@@ -161,6 +172,10 @@ class ObjectStore:
             raise StorageError(f"{key}: stored as {stored}, expected {num_bytes} bytes with SHA-256 {sha256}")
         return stored
 
+    def begin(self, key: str) -> "Upload":
+        """Begin to store an object piece by piece."""
+        return Upload(self._client, self.bucket, key)
+
     def head(self, key: str) -> StoredObject | None:
         """What the store holds under `key`, or None."""
         try:
@@ -254,6 +269,79 @@ class ObjectStore:
     @property
     def _public_client(self) -> Any:
         return self._clients.public
+
+
+class Upload:
+    """An object on its way into the store: there is none before `complete`. For one thread at a time.
+
+    A process that dies leaves parts, which `ObjectStore.abort_uploads` finds.
+    """
+
+    def __init__(self, client: Any, bucket: str, key: str) -> None:
+        self.key = key
+        self.num_bytes = 0
+        self._client = client
+        self._object = {"Bucket": bucket, "Key": key}
+        self._upload_id: str | None = None
+        self._parts: list[dict[str, Any]] = []
+
+    def add(self, part: bytes) -> None:
+        """Store the next part, of at least `PART_BYTES` unless it is the last.
+
+        Raises:
+            StorageError
+        """
+        digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
+        number = len(self._parts) + 1
+        with _translated(self.key):
+            if self._upload_id is None:
+                begun = self._client.create_multipart_upload(
+                    **self._object, ContentType=_BINARY, ChecksumAlgorithm="SHA256"
+                )
+                self._upload_id = begun["UploadId"]
+            stored = self._client.upload_part(
+                **self._object, UploadId=self._upload_id, PartNumber=number, Body=part, ChecksumSHA256=digest
+            )
+        self._parts.append({"PartNumber": number, "ETag": stored["ETag"], "ChecksumSHA256": digest})
+        self.num_bytes += len(part)
+
+    def complete(self, last: bytes) -> None:
+        """Store the last bytes, which may be none if there are others, and make one object of all.
+
+        Raises:
+            StorageError: the store failed, or holds another number of bytes.
+        """
+        if self._upload_id is None:
+            digest = base64.b64encode(hashlib.sha256(last).digest()).decode()
+            with _translated(self.key):
+                self._client.put_object(**self._object, Body=last, ContentType=_BINARY, ChecksumSHA256=digest)
+            self.num_bytes = len(last)
+        else:
+            if last:
+                self.add(last)
+            with _translated(self.key):
+                self._client.complete_multipart_upload(
+                    **self._object, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
+                )
+        with _translated(self.key):
+            num_bytes = self._client.head_object(**self._object)["ContentLength"]
+        if num_bytes != self.num_bytes:
+            raise StorageError(f"{self.key}: stored as {num_bytes} bytes, expected {self.num_bytes}")
+
+    def discard(self) -> None:
+        """Leave nothing of it in the store, completed or not.
+
+        Raises:
+            StorageError
+        """
+        with _translated(self.key):
+            if self._upload_id is not None:
+                try:
+                    self._client.abort_multipart_upload(**self._object, UploadId=self._upload_id)
+                except ClientError as error:
+                    if _code(error) != "NoSuchUpload":
+                        raise
+            self._client.delete_object(**self._object)
 
 
 class _Clients:

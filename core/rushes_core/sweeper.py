@@ -11,14 +11,14 @@ from sqlalchemy import Engine, Select, Update, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from rushes_core import jobs, leftovers, replicas
+from rushes_core import files, jobs, leftovers, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
-from rushes_core.storage import RESULTS, Destination, ObjectStore, StoredItem, bucket_of_result
+from rushes_core.storage import FILES, RESULTS, Destination, ObjectStore, StoredItem, bucket_of_result, file_key
 
 log = get_logger(__name__)
 
@@ -26,7 +26,7 @@ _AFTER_OUTAGE_SECONDS = 5.0
 """How long after an outage of the database its silence is not held against those who hold leases."""
 
 _RESULT_KEY = re.compile(rf"(?P<folder>{RESULTS}[^/]+/(?:[^/]+/)*(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/)[^/]+")
-
+_FILE_KEY = re.compile(rf"{FILES}[^/]+/(?P<file_id>[^/]+)")
 
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
@@ -35,7 +35,7 @@ _MAX_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """An object beside no job's clip, and that no attempt may still come to point at."""
+    """An object beside no job's clip, and that no attempt may still come to point at; or a file that has no row."""
 
     bucket: str
     key: str
@@ -68,8 +68,9 @@ class Sweeper:
             raise
 
     def purge(self) -> None:
-        """Remove the objects of deleted jobs and what is in their rows of the request."""
+        """Remove the objects of deleted jobs and what is in their rows of the request; and those of deleted files."""
         self._remove_objects(leftovers.unpurged, leftovers.mark_purged, "job_purged")
+        self._remove_files()
 
     def purge_again(self) -> None:
         """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
@@ -105,6 +106,14 @@ class Sweeper:
                     for orphan in orphans:
                         log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
                 yield from orphans
+        # a file gets its row within seconds of its object, or never
+        for page in self._store.list_pages(FILES):
+            orphans = self._orphaned_files([item for item in page if item.modified < before])
+            if delete and orphans:
+                self._store.delete_keys([orphan.key for orphan in orphans])
+                for orphan in orphans:
+                    log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
+            yield from orphans
 
     def close(self) -> None:
         self._engine.dispose()
@@ -121,6 +130,9 @@ class Sweeper:
             for job in session.scalars(jobs.expire()):
                 log.info("job_expired", job_id=job.id)
             session.execute(replicas.forget_stale_replicas())
+        with self._engine.begin() as connection:
+            for file_id in connection.scalars(files.expire()):
+                log.info("file_expired", file_id=file_id)
 
     def _remove_objects_of(self, job: Job) -> int:
         destination = Destination.of(job.request)
@@ -157,6 +169,37 @@ class Sweeper:
             and (match["job_id"], int(match["fence"])) not in held
             and (known is None or match["job_id"] in known)
         ]
+
+    def _orphaned_files(self, items: list[StoredItem]) -> list[Orphan]:
+        matches = [(item, match["file_id"]) for item in items if (match := _FILE_KEY.fullmatch(item.key))]
+        if not matches:
+            return []
+        with self._engine.begin() as connection:
+            known = set(connection.scalars(files.known([file_id for _, file_id in matches])))
+        return [
+            Orphan(self._store.bucket, item.key, item.num_bytes, item.modified)
+            for item, file_id in matches
+            if file_id not in known
+        ]
+
+    def _remove_files(self) -> None:
+        """Remove the object of every deleted or expired file; one that stays is passed over until the next pass."""
+        failed: set[str] = set()
+        while len(failed) < _MAX_FAILURES:
+            with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                found = session.scalars(files.unpurged(skip=failed)).all()
+            if not found:
+                return
+            for file in found:
+                try:
+                    self._store.delete_keys([file_key(file.project, file.id)])
+                except StorageError as error:
+                    failed.add(file.id)
+                    log.warning("objects_stay", file_id=file.id, error=str(error).splitlines()[0])
+                    continue
+                with self._engine.begin() as connection:
+                    connection.execute(files.mark_purged(file.id))
+                log.info("file_purged", file_id=file.id)
 
     def _remove_outlived(self) -> None:
         self._remove_objects(leftovers.results_past_their_time, leftovers.mark_result_removed, "result_outlived")
@@ -196,6 +239,8 @@ class Sweeper:
         for store in self._store.buckets:
             for key in store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
                 log.info("upload_aborted", key=key)
+        for key in self._store.abort_uploads(FILES, before=datetime.now(UTC) - self._orphan_age):
+            log.info("upload_aborted", key=key)
 
     def _forget_idle_shares(self) -> None:
         try:
