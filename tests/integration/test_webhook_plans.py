@@ -68,3 +68,24 @@ SELECT new_webhook_delivery_id(), 'default', '{endpoint}', 'evt_' || n, 'video.c
     with SenderThread(settings):
         wait_until(lambda: len(hooks.deliveries()) == 2)
     hooks.close()
+
+
+def test_what_waits_for_an_endpoint_that_is_off_is_cancelled_in_parts(stack: SharedStack) -> None:
+    hooks = Hooks(stack.settings(**LOCAL))
+    endpoint, _ = hooks.register("https://127.0.0.1/")
+    hooks.set_endpoint(endpoint, state="disabled", disabled_reason="failing")
+    with hooks.engine.begin() as connection:
+        connection.execute(
+            text(f"""
+INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, type)
+SELECT new_webhook_delivery_id(), 'default', '{endpoint}', 'evt_' || n, 'video.completed'
+FROM generate_series(1, {deliveries.MAX_AT_ONCE} + 1) AS n
+""")
+        )
+    counts: list[int] = []
+    for _ in range(3):
+        with hooks.engine.begin() as connection:
+            counts.append(len(connection.execute(deliveries.cancel_left_over()).all()))
+    assert counts == [deliveries.MAX_AT_ONCE, 1, 0]
+    assert {one.last_error for one in hooks.deliveries(state="cancelled")} == {"failing"}
+    hooks.close()

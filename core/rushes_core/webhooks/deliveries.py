@@ -260,16 +260,17 @@ def cancel_left_over() -> TextClause:
     """Cancel what was under way while its endpoint was disabled or deleted, and waits again since. Ids."""
     return text(
         """
-UPDATE webhook_deliveries AS d
-SET state = 'cancelled', finished_at = now(), last_error = """
+WITH waiting AS MATERIALIZED (
+    SELECT d.id, """
         + _WHY_OFF
-        + """
-FROM webhook_endpoints AS e
-WHERE e.id = d.endpoint_id AND (e.state = 'disabled' OR e.deleted_at IS NOT NULL) AND d.state = 'pending'
-    AND d.kind <> 'test'
-RETURNING d.id
+        + """ AS reason FROM webhook_endpoints AS e JOIN webhook_deliveries AS d ON d.endpoint_id = e.id
+    WHERE (e.state = 'disabled' OR e.deleted_at IS NOT NULL) AND d.state = 'pending' AND d.kind <> 'test'
+    LIMIT :limit FOR NO KEY UPDATE OF d SKIP LOCKED
+)
+UPDATE webhook_deliveries AS d SET state = 'cancelled', finished_at = now(), last_error = waiting.reason
+FROM waiting WHERE d.id = waiting.id RETURNING d.id
 """
-    )
+    ).bindparams(limit=MAX_AT_ONCE)
 
 
 def reap() -> TextClause:
