@@ -116,10 +116,10 @@ def _report(rushes: LocalRushes, video: dict[str, Any], clip: Path, took: float)
 
 
 def _find_in_bucket(rushes: LocalRushes, video_id: str) -> tuple[str, int]:
-    """Key and size of the job's object, from the bucket's own listing."""
-    found = [item for item in rushes.stack.list_bucket() if video_id in item[0]]
+    """Key and size of the job's clip, from the bucket's own listing."""
+    found = [item for item in rushes.stack.list_bucket() if video_id in item[0] and item[0].endswith(".mp4")]
     if len(found) != 1:
-        raise DemoError(f"bucket {rushes.bucket} holds {len(found)} objects of {video_id}, expected one")
+        raise DemoError(f"bucket {rushes.bucket} holds {len(found)} clips of {video_id}, expected one")
     return found[0]
 
 
