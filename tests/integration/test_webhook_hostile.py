@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
-from rushes_core.webhooks.guard import Address, Guard
+from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
+from rushes_worker.webhooks.sender import MAX_FAILING_UNDER_WAY
 from rushes_worker.webhooks.transport import Answer, Transport
 from support.receiver import Behaviour, Receiver, drip, hang, make_certificate, reply, reset
 from support.stack import SharedStack
@@ -336,6 +338,31 @@ class TestOthers:
             busy = [one.endpoint_id for one in hooks.deliveries(state="delivering")]
             assert all(busy.count(one) <= settings.webhook_concurrency for one in busy)
             receiver.hang_up()
+
+    def test_names_whose_servers_are_silent_delay_nobody(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        asked: list[str] = []
+        over = threading.Event()
+
+        def lookup(host: str, port: int) -> list[str]:
+            if host == "localhost":
+                return look_up(host, port)
+            asked.append(host)
+            over.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no server answered")
+
+        for number in range(MAX_FAILING_UNDER_WAY // settings.webhook_concurrency + 1):
+            silent, _ = hooks.register(f"https://{number}.example.com/")
+            hooks.set_endpoint(silent, failures=1)
+        for _ in range(settings.webhook_concurrency):
+            hooks.completed()
+        with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0}), lookup=lookup):
+            wait_until(lambda: len(asked) == MAX_FAILING_UNDER_WAY)
+            healthy, _ = hooks.register(receiver.url(host="localhost"))
+            hooks.completed()
+            wait_until(lambda: hooks.deliveries(endpoint_id=healthy, state="delivered"))
+            over.set()
 
     def test_an_endpoint_has_a_bounded_number_of_requests_under_way(
         self, hooks: Hooks, receiver: Receiver, settings: Settings
