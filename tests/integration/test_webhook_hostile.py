@@ -364,6 +364,17 @@ class TestOthers:
             wait_until(lambda: hooks.deliveries(endpoint_id=healthy, state="delivered"))
             over.set()
 
+    def test_a_fault_of_our_own_counts_as_an_attempt(self, hooks: Hooks, settings: Settings) -> None:
+        def lookup(host: str, port: int) -> list[str]:
+            raise ZeroDivisionError
+
+        hooks.register("https://hooks.example.com/")
+        hooks.completed()
+        with SenderThread(settings, lookup=lookup):
+            delivery = hooks.wait_attempts(1)
+        assert (delivery.state, delivery.last_error) == ("pending", "internal_error")
+        assert 4 <= hooks.seconds_until_next(delivery.id) <= 6
+
     def test_an_endpoint_has_a_bounded_number_of_requests_under_way(
         self, hooks: Hooks, receiver: Receiver, settings: Settings
     ) -> None:

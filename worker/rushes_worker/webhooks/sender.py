@@ -163,7 +163,12 @@ class Sender:
             if time.monotonic() > claimed_at + self._lease_seconds - self._timeout_seconds - 1:
                 self._unsent.append((claimed.id, claimed.fence))
                 continue
-            outcome = await self._attempt(claimed)
+            try:
+                outcome = await self._attempt(claimed)
+            except Exception:
+                # it is tried again by the schedule: one that was only left to its lease would be for ever
+                log.exception("webhook_attempt_crashed", delivery_id=claimed.id)
+                outcome = _after(claimed, Answer(None, "internal_error", 0))
             if outcome.state == "delivered" and claimed.type in FINAL_TYPES and claimed.job_id is not None:
                 self._told_ends.add(outcome.id)
             self._done.append(outcome)
