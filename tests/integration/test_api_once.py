@@ -280,7 +280,7 @@ class TestLostCommit:
             admit = admission(order, caller=Caller("default", "key"), state=state)
             async with sessions() as first, sessions() as second, sessions() as observer:
                 job = await admit(first)
-                again = asyncio.create_task(admit(second))
+                again = asyncio.ensure_future(admit(second))
                 while not (await observer.execute(text("SELECT 1 FROM pg_locks WHERE NOT granted"))).first():
                     await asyncio.sleep(0.01)
                 await first.commit()
