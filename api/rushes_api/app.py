@@ -32,6 +32,7 @@ from rushes_api.routers import (
     api_keys,
     content,
     events,
+    files,
     health,
     metrics,
     models,
@@ -49,6 +50,7 @@ from rushes_api.webhooks import Webhooks
 log = get_logger(__name__)
 
 STORE_THREADS = 32
+MAX_UPLOADS = 8
 ANSWER_WITHIN_SECONDS = 10.0
 """How long a request may go without an answer before it is given up with 503."""
 
@@ -97,6 +99,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 forecast=forecast,
                 store=store,
                 store_limiter=CapacityLimiter(STORE_THREADS),
+                uploads=CapacityLimiter(MAX_UPLOADS),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
                 metrics=figures,
@@ -133,6 +136,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         sync,
         events,
         content,
+        files,
         queue,
         workers,
         projects,

@@ -33,6 +33,8 @@ ANSWER_HEADERS = "rushes_answer_headers"
 
 ANSWER_WITHIN = "rushes_answer_within"
 """Set in a request's scope by what may take longer than others: seconds, from the request's start."""
+ASKS_DATABASE = "rushes_asks_database"
+"""Set in such a request's scope once it waits for the database: one that is silent is not waited for."""
 PATIENCE_SECONDS = 1.75
 """How long a request waits for a database that does not answer anybody."""
 MAX_HEADERS = 100
@@ -123,7 +125,7 @@ class Boundary:
                 return None
             left = began + scope.get(ANSWER_WITHIN, self._answer_within) - loop.time()
             is_silent = pulse is not None and pulse.is_silent and not exchange.waits_for_client
-            if left <= 0 or (is_silent and ANSWER_WITHIN not in scope):
+            if left <= 0 or (is_silent and (ANSWER_WITHIN not in scope or ASKS_DATABASE in scope)):
                 break
             await asyncio.wait({task}, timeout=min(left, BEAT_SECONDS))
         if scope.get(OUTCOME_UNKNOWN):

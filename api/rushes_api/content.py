@@ -3,6 +3,7 @@ the store."""
 
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -113,18 +114,61 @@ async def _redirect(job: Job, stored: StoredVariant, state: State, *, as_json: b
 
 
 async def _stream(job: Job, stored: StoredVariant, request: Request, state: State) -> Response:
-    num_bytes, etag, content_type = stored.bytes, f'"{stored.sha256}"', stored.variant.content_type
+    name = stored.variant.name
+    return await stream(
+        Representation(
+            store=_store_of(job, state),
+            key=stored.key,
+            num_bytes=stored.bytes,
+            sha256=stored.sha256,
+            content_type=stored.variant.content_type,
+            disposition=content_disposition(filename(job, stored.variant)),
+            what=name,
+        ),
+        request,
+        state,
+        if_lost=ApiError(
+            f"the {name} of {job.id} is no longer in the object store",
+            code="video_content_missing",
+            status=HTTPStatus.NOT_FOUND,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """An object of the store as it is handed out."""
+
+    store: ObjectStore
+    key: str
+    num_bytes: int
+    sha256: str
+    content_type: str
+    disposition: str
+    """The value of Content-Disposition."""
+    what: str
+    """What it is, for errors."""
+
+
+async def stream(one: Representation, request: Request, state: State, *, if_lost: ApiError) -> Response:
+    """`one`, or the range of it that was asked for; its head alone for HEAD.
+
+    Raises:
+        ApiError: a precondition fails; `if_lost` when the store has no such object.
+        StorageError: the store cannot be reached.
+    """
+    num_bytes, etag = one.num_bytes, f'"{one.sha256}"'
     headers = {
         "Accept-Ranges": "bytes",
-        # a deleted clip must not be played from a cache
+        # what was deleted must not be shown from a cache
         "Cache-Control": "private, no-cache",
-        "Content-Disposition": content_disposition(filename(job, stored.variant)),
+        "Content-Disposition": one.disposition,
         "ETag": etag,
         "X-Content-Type-Options": "nosniff",
     }
     if (wanted_tags := _joined(request, "if-match")) is not None and not etag_matches(wanted_tags, etag, weak=False):
         raise ApiError(
-            f"the {stored.variant.name} is another than If-Match names",
+            f"the {one.what} is another than If-Match names",
             param="If-Match",
             code="precondition_failed",
             status=HTTPStatus.PRECONDITION_FAILED,
@@ -138,11 +182,13 @@ async def _stream(job: Job, stored: StoredVariant, request: Request, state: Stat
         headers["Content-Range"] = f"bytes {part.first}-{part.last}/{num_bytes}"
     status = HTTPStatus.OK if wanted is None else HTTPStatus.PARTIAL_CONTENT
     if request.method == "HEAD":
-        return Response(status_code=status, headers=headers, media_type=content_type)
-    pieces = await _open(job, stored, state, part)
-    return StreamingResponse(
-        _in_threads(pieces, state["store_limiter"]), status, headers=headers, media_type=content_type
-    )
+        return Response(status_code=status, headers=headers, media_type=one.content_type)
+    limiter = state["store_limiter"]
+    try:
+        pieces = await to_thread.run_sync(one.store.read, one.key, part.first, part.last, limiter=limiter)
+    except ObjectMissing as error:
+        raise if_lost from error
+    return StreamingResponse(_in_threads(pieces, limiter), status, headers=headers, media_type=one.content_type)
 
 
 def _joined(request: Request, name: str) -> str | None:
@@ -158,15 +204,6 @@ def _wanted_range(request: Request, etag: str, num_bytes: int) -> ByteRange | No
         return parse_range(request.headers.get("range"), num_bytes)
     except Unsatisfiable as error:
         raise RangeNotSatisfiable(str(error), num_bytes=num_bytes) from error
-
-
-async def _open(job: Job, stored: StoredVariant, state: State, part: ByteRange) -> Iterator[bytes]:
-    store, limiter = _store_of(job, state), state["store_limiter"]
-    try:
-        return await to_thread.run_sync(store.read, stored.key, part.first, part.last, limiter=limiter)
-    except ObjectMissing as error:
-        message = f"the {stored.variant.name} of {job.id} is no longer in the object store"
-        raise ApiError(message, code="video_content_missing", status=HTTPStatus.NOT_FOUND) from error
 
 
 async def _in_threads(pieces: Iterator[bytes], limiter: CapacityLimiter) -> AsyncIterator[bytes]:

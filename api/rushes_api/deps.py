@@ -46,6 +46,8 @@ class State(TypedDict):
     store: ObjectStore
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""
+    uploads: CapacityLimiter
+    """Files that may be on their way into the store at once: each holds a part of it in memory."""
     readiness: Readiness
     watcher: Watcher
     metrics: Metrics
@@ -93,6 +95,10 @@ async def _webhook_caller(request: Request) -> Caller:
     return _with_scope(await _any_caller(request), keys.WEBHOOKS)
 
 
+async def _file_caller(request: Request) -> Caller:
+    return _with_scope(await _any_caller(request), keys.BATCHES)
+
+
 async def _admin(request: Request) -> Caller:
     return _with_scope(await _any_caller(request), keys.ADMIN)
 
@@ -110,6 +116,7 @@ def _with_scope(caller: Caller, scope: str) -> Caller:
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 """Who may read, where the request reads, or change videos, where it changes something."""
+FileCaller = Annotated[Caller, Depends(_file_caller)]
 WebhookCaller = Annotated[Caller, Depends(_webhook_caller)]
 AdminCaller = Annotated[Caller, Depends(_admin)]
 MAY_SCRAPE = Depends(_scraper)
@@ -180,6 +187,7 @@ QUERY_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {}
 """The parameters that each dependency made by `query` takes, for the description of the API."""
 SCOPES_NEEDED: dict[Callable[..., Any], str] = {
     _caller: "videos",
+    _file_caller: keys.BATCHES,
     _webhook_caller: keys.WEBHOOKS,
     _admin: keys.ADMIN,
     _scraper: keys.ADMIN,

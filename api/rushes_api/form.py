@@ -1,7 +1,7 @@
 """Form bodies: multipart as the openai SDK, curl and browsers send it, and URL-encoded. Fields become a nested dict."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -20,7 +20,7 @@ LISTS = frozenset({"conditions", "webhook_events"})
 """Fields whose text is read as JSON when it is an array."""
 
 _INTEGER_TEXT = re.compile(r"-?[0-9]{1,20}", re.ASCII)
-# what the HTML standard, and the SDK with it, escapes in the name of a part
+# what the HTML standard, and the SDK with it, escapes in the names of a part and its file
 _ESCAPED = re.compile(r"%(22|0[0-9A-F]|1[0-9A-F])")
 _MAX_NAME = 1_024
 
@@ -96,27 +96,60 @@ def parse_multipart(body: bytes, *, boundary: str, max_parts: int) -> list[tuple
     return [part.item() for part in collector.parts]
 
 
+@dataclass(frozen=True, slots=True)
+class PartHead:
+    """What the headers of a part say."""
+
+    name: str
+    filename: str | None
+    media_type: str
+    charset: str
+
+    def text(self, data: bytes) -> str | JsonText:
+        """The value of a part that is no file.
+
+        Raises:
+            InvalidForm: it is not UTF-8, or says so.
+        """
+        if self.charset.lower() not in ("utf-8", "utf8", "us-ascii"):
+            raise InvalidForm(f"{printable(self.name)}: charset {shown(self.charset)} is not supported; send UTF-8")
+        text = _utf8(data, printable(self.name))
+        return JsonText(text) if self.media_type == "application/json" else text
+
+
+def part_head(headers: Mapping[str, str]) -> PartHead:
+    """What `headers`, by their names in lower case, say of a part.
+
+    Raises:
+        InvalidForm
+    """
+    disposition, parameters = parse_options_header(headers.get("content-disposition", ""))
+    if disposition != b"form-data" or b"name" not in parameters:
+        raise InvalidForm("a part of the multipart body lacks `Content-Disposition: form-data; name=...`")
+    name = _unescaped(_utf8(parameters[b"name"], "a field's name"))
+    encoding = headers.get("content-transfer-encoding", "binary").strip().lower()
+    if encoding not in ("7bit", "8bit", "binary"):
+        raise InvalidForm(f"{printable(name)}: Content-Transfer-Encoding {shown(encoding)} is not supported")
+    media_type, options = split_header(headers.get("content-type", ""))
+    filename = parameters.get(b"filename")
+    decoded = None if filename is None else _unescaped(filename.decode(errors="replace"))
+    return PartHead(name, decoded, media_type, options.get("charset", "utf-8"))
+
+
+def _unescaped(name: str) -> str:
+    return _ESCAPED.sub(lambda m: chr(int(m[1], 16)), name)
+
+
 @dataclass(slots=True)
 class _Part:
     headers: dict[str, str] = field(default_factory=dict)
     data: bytearray = field(default_factory=bytearray)
 
     def item(self) -> tuple[str, Value]:
-        disposition, parameters = parse_options_header(self.headers.get("content-disposition", ""))
-        if disposition != b"form-data" or b"name" not in parameters:
-            raise InvalidForm("a part of the multipart body lacks `Content-Disposition: form-data; name=...`")
-        name = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), _utf8(parameters[b"name"], "a field's name"))
-        encoding = self.headers.get("content-transfer-encoding", "binary").strip().lower()
-        if encoding not in ("7bit", "8bit", "binary"):
-            raise InvalidForm(f"{printable(name)}: Content-Transfer-Encoding {shown(encoding)} is not supported")
-        media_type, options = split_header(self.headers.get("content-type", ""))
-        if b"filename" in parameters:
-            filename = parameters[b"filename"].decode(errors="replace")
-            return name, UploadedFile(filename, media_type, bytes(self.data))
-        if options.get("charset", "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
-            raise InvalidForm(f"{printable(name)}: charset {shown(options['charset'])} is not supported; send UTF-8")
-        text = _utf8(bytes(self.data), printable(name))
-        return name, JsonText(text) if media_type == "application/json" else text
+        head = part_head(self.headers)
+        if head.filename is not None:
+            return head.name, UploadedFile(head.filename, head.media_type, bytes(self.data))
+        return head.name, head.text(bytes(self.data))
 
 
 def _utf8(data: bytes, what: str) -> str:

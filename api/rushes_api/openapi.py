@@ -22,6 +22,7 @@ Object = dict[str, Any]
 
 _ULID = "[0-7][0-9A-HJKMNP-TV-Z]{25}"
 VIDEO_ID = f"^video_{_ULID}$"
+FILE_ID = f"^file_{_ULID}$"
 KEY_ID = f"^key_{_ULID}$"
 ENDPOINT_ID = f"^whe_{_ULID}$"
 DELIVERY_ID = "^whd_[0-9a-f]{32}$"
@@ -75,6 +76,7 @@ is, except for event streams."""
 
 _TAGS = {
     "videos": "Jobs: accepted, followed, cancelled, fetched",
+    "files": "What is uploaded",
     "queue": "What waits, and whether it may start",
     "workers": "Replicas of the model, for operators",
     "models": "What is served, and its limits",
@@ -223,6 +225,9 @@ _QUERY_OF_DELIVERIES: dict[str, Object] = {
         "schema": {"enum": ["pending", "delivering", "delivered", "failed", "cancelled"]},
     },
 }
+_QUERY_OF_FILES: dict[str, Object] = {
+    "purpose": {"description": "Only those for this purpose", "schema": {"enum": ["batch"]}},
+}
 _QUERY_OF_QUEUE: dict[str, Object] = {
     "project": {
         "description": "Another project than the key's own, or `*` for all; needs the scope `admin`",
@@ -232,6 +237,7 @@ _QUERY_OF_QUEUE: dict[str, Object] = {
 _AFTER = {
     "/v1/videos": VIDEO_ID,
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
+    "/v1/files": FILE_ID,
     "/v1/projects": PROJECT,
     "/v1/api_keys": KEY_ID,
     "/v1/workers": WORKER_ID,
@@ -240,6 +246,7 @@ _AFTER = {
 }
 _PATH: dict[str, Object] = {
     "video_id": {"description": "Id of a video", "schema": {"type": "string", "pattern": VIDEO_ID}},
+    "file_id": {"description": "Id of a file", "schema": {"type": "string", "pattern": FILE_ID}},
     "key_id": {"description": "Id of an API key", "schema": {"type": "string", "pattern": KEY_ID}},
     "endpoint_id": {"description": "Id of a webhook endpoint", "schema": {"type": "string", "pattern": ENDPOINT_ID}},
     "delivery_id": {"description": "Id of a webhook delivery", "schema": {"type": "string", "pattern": DELIVERY_ID}},
@@ -328,6 +335,8 @@ def _query_parameter(name: str, path: str) -> Object:
     known = _QUERY
     if path == "/v1/webhook_deliveries":
         known = _QUERY | _QUERY_OF_DELIVERIES
+    elif path == "/v1/files":
+        known = _QUERY | _QUERY_OF_FILES
     elif path.startswith("/v1/queue"):
         known = _QUERY | _QUERY_OF_QUEUE
     about: Object = {"schema": {"type": "string"}, **known.get(name, {})}
