@@ -178,11 +178,15 @@ WITH outcomes AS MATERIALIZED (
 ), logged AS (
     INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
     SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
+), ended AS MATERIALIZED (  -- in one order, whoever settles: a job may be told of by several at once
+    SELECT id FROM jobs WHERE id IN (
+        SELECT job_id FROM settled WHERE url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
+    ) ORDER BY id FOR NO KEY UPDATE
 ), told AS (
     UPDATE jobs SET webhook = jsonb_build_object(
         'state', CASE settled.state WHEN 'delivered' THEN 'delivered' WHEN 'pending' THEN 'pending' ELSE 'failed' END,
         'attempts', settled.attempts, 'last_status', settled.last_status
-    ) FROM settled
+    ) FROM settled JOIN ended ON ended.id = settled.job_id
     WHERE jobs.id = settled.job_id AND settled.url IS NOT NULL
         AND settled.type NOT IN ('video.started', 'video.progress')
 ), sums AS (
