@@ -82,7 +82,14 @@ def test_a_session(service: Service, keys: dict[str, str], line: int) -> None:
     assert answers["videos.list (every page)"] == NUM_LISTED
     assert answers["models.list"] == ["model"]
     assert answers["extra_body"] == [{"take": "1"}, "bulk", True]
-    assert len(answers) == 11
+    assert answers["files.create"] == ["file", True, "夜 1.jsonl", "batch", "processed", None]
+    assert answers["files.create (pathlib)"] == "sdk_session.py"
+    assert answers["files.wait_for_processing"] == "processed"
+    assert answers["files.list"] == 1
+    for call in ("files.retrieve", "files.list (every page)", "files.content"):
+        assert answers[call] is True
+    assert answers["files.delete (True)"] == answers["files.delete (False)"] == ["file", True]
+    assert len(answers) == 20
 
     errors = {one["call"]: one for one in lines if "error" in one}
     assert {call: (one["error"], one["status"], one["code"]) for call, one in errors.items()} == {
@@ -95,7 +102,10 @@ def test_a_session(service: Service, keys: dict[str, str], line: int) -> None:
         "videos.retrieve (404)": ("NotFoundError", 404, "video_not_found"),
         "videos.create (404)": ("NotFoundError", 404, "model_not_found"),
         "videos.create (429)": ("RateLimitError", 429, "queue_full"),
-        "files.list (404)": ("NotFoundError", 404, "unknown_url"),
+        "files.retrieve (410)": ("APIStatusError", 410, "file_deleted"),
+        "files.retrieve (404)": ("NotFoundError", 404, "file_not_found"),
+        "files.create (400)": ("BadRequestError", 400, "invalid_value"),
+        "files.create (403)": ("PermissionDeniedError", 403, "insufficient_scope"),
     }
     for one in errors.values():
         assert one["message"]

@@ -152,6 +152,18 @@ class TestSdk:
         with OpenAI(base_url=f"{server.url}/v1", api_key="wrong") as sdk, pytest.raises(openai.AuthenticationError):
             sdk.videos.list()
 
+    def test_files_are_uploaded_listed_fetched_and_deleted(self, sdk: OpenAI) -> None:
+        data = random.Random(9).randbytes(6_000_000)
+        made = sdk.files.create(file=("夜.jsonl", data), purpose="batch")
+        assert (made.object, made.bytes, made.filename, made.status) == ("file", len(data), "夜.jsonl", "processed")
+        assert sdk.files.retrieve(made.id) == made
+        assert sdk.files.list(limit=1).data == [made]
+        assert sdk.files.content(made.id).read() == data
+        assert sdk.files.delete(made.id).deleted is True
+        with pytest.raises(openai.APIStatusError) as gone:
+            sdk.files.content(made.id)
+        assert (gone.value.status_code, gone.value.code) == (410, "file_deleted")
+
     def test_models_are_listed(self, sdk: OpenAI) -> None:
         (model,) = sdk.models.list().data
         assert sdk.models.retrieve(model.id) == model

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -106,7 +107,42 @@ def main(base_url: str, keys: dict[str, str]) -> None:
     full = clients["full"].with_options(max_retries=0)
     told("videos.create (429)", lambda: full.videos.create(prompt="x"), video)
     told("models.list", lambda: client.models.list(), lambda page: [one.object for one in page.data])
-    told("files.list (404)", lambda: client.files.list(), repr)
+    _files(client, clients["reader"])
+
+
+def _files(client: OpenAI, reader: OpenAI) -> None:
+    data = b'{"custom_id": "a", "body": {"prompt": "a dog"}}\n' * 200_000
+    expiry: Any = {"anchor": "created_at", "seconds": 7_200}
+    made = told(
+        "files.create",
+        lambda: client.files.create(file=("夜 1.jsonl", data), purpose="batch", expires_after=expiry),
+        lambda one: [one.object, one.bytes == len(data), one.filename, one.purpose, one.status, one.status_details],
+    )
+    assert made.expires_at - made.created_at == 7_200
+    small = told(
+        "files.create (pathlib)",
+        lambda: client.files.create(file=Path(__file__), purpose="batch"),
+        lambda one: one.filename,
+    )
+    told("files.wait_for_processing", lambda: client.files.wait_for_processing(small.id), lambda one: one.status)
+    told("files.retrieve", lambda: client.files.retrieve(made.id), lambda one: one == made)
+    told("files.list", lambda: client.files.list(limit=1, purpose="batch"), lambda page: len(page.data))
+    told(
+        "files.list (every page)",
+        lambda: {one.id for one in client.files.list(limit=1)},
+        lambda ids: {made.id, small.id} <= ids,
+    )
+    told("files.content", lambda: client.files.content(made.id).read(), lambda content: content == data)
+    for one in (made, small):
+        told(
+            f"files.delete ({one.bytes > 1_000_000})",
+            lambda one=one: client.files.delete(one.id),
+            lambda gone: [gone.object, gone.deleted],
+        )
+    told("files.retrieve (410)", lambda: client.files.retrieve(made.id), repr)
+    told("files.retrieve (404)", lambda: client.files.retrieve("file_00000000000000000000000000"), repr)
+    told("files.create (400)", lambda: client.files.create(file=b"x", purpose="vision"), repr)
+    told("files.create (403)", lambda: reader.files.create(file=b"x", purpose="batch"), repr)
 
 
 if __name__ == "__main__":
