@@ -1,7 +1,6 @@
-"""Receiving a file: a multipart body that goes on to the store part by part, held in memory one part at a time."""
+"""Receiving a file: a multipart body that goes on to the store part by part and is never held in memory."""
 
 import asyncio
-import hashlib
 import math
 import re
 import time
@@ -22,7 +21,7 @@ from rushes_core.fields import Fields, printable, shown
 from rushes_core.files import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES
 from rushes_core.log import get_logger
 from rushes_core.parsing import parse_as
-from rushes_core.storage import PART_BYTES, Upload
+from rushes_core.storage import Upload
 from starlette.requests import ClientDisconnect
 
 from rushes_api.body import MULTIPART, parse_json
@@ -38,7 +37,7 @@ LEAST_BYTES_PER_SECOND = 16_384
 SILENT_SECONDS = 20.0
 """How long nothing may come, however fast it came before."""
 STORE_SECONDS = 30.0
-"""How long the store may take for one part."""
+"""How long the store may take for one part, its time to try again included."""
 ANSWER_SECONDS = 10.0
 """How long it may take from the last byte in the store to the answer."""
 OVERHEAD_BYTES = 65_536
@@ -48,8 +47,8 @@ MAX_FILENAME_BYTES = 255
 _FIELDS = ("file", "purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 _DIGITS = re.compile("[0-9]{1,20}", re.ASCII)
 _MAX_TEXT_BYTES = 1_024
-_MAX_PARTS = 10_000
-"""Of one object in the store."""
+_HELD_BYTES = 262_144
+"""What is held in memory of a file, about."""
 _DISCARD_SECONDS = 1.0
 """How long an answer waits until what it refuses is out of the store. It is removed all the same."""
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -138,22 +137,27 @@ async def receive(request: Request, upload: Upload, *, max_bytes: int, limiter: 
     """
     began = time.monotonic()
     request.scope[ANSWER_WITHIN] = math.inf
-    part_bytes = max(PART_BYTES, -(-max_bytes // _MAX_PARTS))
     form = _Form(max_bytes)
+
+    async def pass_on(least: int) -> None:
+        if len(form.unstored) >= least:
+            data = bytes(form.unstored)
+            form.unstored.clear()
+            await in_store(upload.write, data, limiter=limiter)
+
     try:
         parser = MultipartParser(_boundary_of(request), form.callbacks())
         async for chunk in _paced(request, max_bytes=max_bytes):
-            parser.write(chunk)
-            while len(form.unstored) > part_bytes:
-                part = bytes(form.unstored[:part_bytes])
-                del form.unstored[:part_bytes]
-                await in_store(upload.add, part, limiter=limiter)
-        wanted = form.wanted()
+            for start in range(0, len(chunk), _HELD_BYTES):
+                parser.write(chunk[start : start + _HELD_BYTES])
+                await pass_on(_HELD_BYTES)
+        await pass_on(1)
+        wanted = form.wanted(sha256=upload.sha256)
     except FormParserError as error:
         raise _invalid(f"the multipart body is malformed: {printable(str(error))}") from error
     except InvalidForm as error:
         raise ApiError(str(error), param=error.param, code=error.code) from error
-    await in_store(upload.complete, bytes(form.unstored), limiter=limiter)
+    await in_store(upload.complete, limiter=limiter)
     request.scope[ANSWER_WITHIN] = time.monotonic() - began + ANSWER_SECONDS
     request.scope[ASKS_DATABASE] = True
     return wanted
@@ -219,7 +223,6 @@ class _Form:
     def __init__(self, max_bytes: int) -> None:
         self.unstored = bytearray()
         self._max_bytes = max_bytes
-        self._digest = hashlib.sha256()
         self._num_bytes = 0
         self._filename: str | None = None
         self._texts: list[tuple[str, Value]] = []
@@ -244,8 +247,11 @@ class _Form:
             "on_end": self._end,
         }
 
-    def wanted(self) -> Wanted:
+    def wanted(self, *, sha256: str) -> Wanted:
         """What the whole form says.
+
+        Args:
+            sha256: of the file.
 
         Raises:
             InvalidForm, InvalidRequest
@@ -261,7 +267,7 @@ class _Form:
         members = assemble(self._texts, parse_json=parse_json, max_depth=2)
         if "expires_after" in members:
             members["expires_after"] = _typed(members["expires_after"])
-        sent = {"filename": self._filename, "bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
+        sent = {"filename": self._filename, "bytes": self._num_bytes, "sha256": sha256}
         return parse_as(Wanted, members | sent)
 
     def _part_begin(self) -> None:
@@ -309,7 +315,6 @@ class _Form:
         self._num_bytes += len(piece)
         if self._num_bytes > self._max_bytes:
             raise _too_large(self._max_bytes)
-        self._digest.update(piece)
         self.unstored += piece
 
     def _part_end(self) -> None:

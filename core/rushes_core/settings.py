@@ -173,7 +173,8 @@ class Settings(DatabaseSettings):
     pipeline_options: str = ""
     """Options of that pipeline, by commas: `attention=hopper`, `triton` or `pytorch`; empty: the device decides."""
     scratch: Path = Path(gettempdir())
-    """Directory for raw frames and unfinished files; each replica makes one of its own below it."""
+    """Directory for raw frames and unfinished files; each replica makes one of its own below it. An API process has at
+    most eight parts of uploads there, 5 MiB each."""
 
     encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z]+$")] = "superfast"
     """libx264 preset."""

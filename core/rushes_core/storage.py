@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from boto3.session import Session
@@ -38,7 +39,8 @@ _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
 
 PART_BYTES = 5 * 1024 * 1024
-"""The least that S3 takes as a part of an object, but for the last; 10,000 of them are the most."""
+"""The least that S3 takes as a part of an object, but for the last."""
+_MAX_PARTS = 10_000
 
 RESULTS = "results/"
 """Prefix of every result."""
@@ -172,9 +174,10 @@ class ObjectStore:
             raise StorageError(f"{key}: stored as {stored}, expected {num_bytes} bytes with SHA-256 {sha256}")
         return stored
 
-    def begin(self, key: str) -> "Upload":
-        """Begin to store an object piece by piece."""
-        return Upload(self._client, self.bucket, key)
+    def begin(self, key: str, *, max_bytes: int) -> "Upload":
+        """Begin to store an object of at most `max_bytes` piece by piece."""
+        part_bytes = max(PART_BYTES, -(-max_bytes // _MAX_PARTS))
+        return Upload(self._client, self.bucket, key, folder=self._settings.scratch, part_bytes=part_bytes)
 
     def head(self, key: str) -> StoredObject | None:
         """What the store holds under `key`, or None."""
@@ -274,56 +277,57 @@ class ObjectStore:
 class Upload:
     """An object on its way into the store: there is none before `complete`. For one thread at a time.
 
-    A process that dies leaves parts, which `ObjectStore.abort_uploads` finds.
+    What is not stored yet lies in a temporary file. A process that dies leaves parts in the store, which
+    `ObjectStore.abort_uploads` finds.
     """
 
-    def __init__(self, client: Any, bucket: str, key: str) -> None:
+    def __init__(self, client: Any, bucket: str, key: str, *, folder: Path, part_bytes: int) -> None:
         self.key = key
         self.num_bytes = 0
         self._client = client
         self._object = {"Bucket": bucket, "Key": key}
+        self._folder = folder
+        self._part_bytes = part_bytes
+        self._digest = hashlib.sha256()
         self._upload_id: str | None = None
         self._parts: list[dict[str, Any]] = []
+        self._stored_bytes = 0
+        self._part: BinaryIO | None = None
+        self._part_digest = hashlib.sha256()
 
-    def add(self, part: bytes) -> None:
-        """Store the next part, of at least `PART_BYTES` unless it is the last.
+    @property
+    def sha256(self) -> str:
+        """Of everything that was written, hexadecimal."""
+        return self._digest.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        """Append `data`.
 
         Raises:
-            StorageError
+            StorageError: the store failed, or there is no room for the part.
         """
-        digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
-        number = len(self._parts) + 1
-        with _translated(self.key):
-            if self._upload_id is None:
-                begun = self._client.create_multipart_upload(
-                    **self._object, ContentType=_BINARY, ChecksumAlgorithm="SHA256"
-                )
-                self._upload_id = begun["UploadId"]
-            stored = self._client.upload_part(
-                **self._object, UploadId=self._upload_id, PartNumber=number, Body=part, ChecksumSHA256=digest
-            )
-        self._parts.append({"PartNumber": number, "ETag": stored["ETag"], "ChecksumSHA256": digest})
-        self.num_bytes += len(part)
+        self._spool(data)
+        self.num_bytes += len(data)
+        self._digest.update(data)
+        self._part_digest.update(data)
+        if self.num_bytes - self._stored_bytes >= self._part_bytes:
+            self._store_part()
 
-    def complete(self, last: bytes) -> None:
-        """Store the last bytes, which may be none if there are others, and make one object of all.
+    def complete(self) -> None:
+        """Make one object of what was written, which must be a byte at least.
 
         Raises:
             StorageError: the store failed, or holds another number of bytes.
         """
-        if self._upload_id is None:
-            digest = base64.b64encode(hashlib.sha256(last).digest()).decode()
-            with _translated(self.key):
-                self._client.put_object(**self._object, Body=last, ContentType=_BINARY, ChecksumSHA256=digest)
-            self.num_bytes = len(last)
-        else:
-            if last:
-                self.add(last)
-            with _translated(self.key):
+        with _translated(self.key):
+            if self._upload_id is None:
+                self._client.put_object(**self._object, **self._body(), ContentType=_BINARY)
+            else:
+                if self.num_bytes > self._stored_bytes:
+                    self._store_part()
                 self._client.complete_multipart_upload(
                     **self._object, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
                 )
-        with _translated(self.key):
             num_bytes = self._client.head_object(**self._object)["ContentLength"]
         if num_bytes != self.num_bytes:
             raise StorageError(f"{self.key}: stored as {num_bytes} bytes, expected {self.num_bytes}")
@@ -342,6 +346,40 @@ class Upload:
                     if _code(error) != "NoSuchUpload":
                         raise
             self._client.delete_object(**self._object)
+
+    def close(self) -> None:
+        """Forget what is not stored."""
+        if self._part is not None:
+            self._part.close()
+
+    def _spool(self, data: bytes) -> None:
+        try:
+            if self._part is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._part = TemporaryFile(dir=self._folder)  # noqa: SIM115  for longer than this call
+            self._part.write(data)
+        except OSError as error:
+            raise StorageError(f"{self._folder} does not take a part of {self.key}: {error}") from error
+
+    def _store_part(self) -> None:
+        body, number = self._body(), len(self._parts) + 1
+        with _translated(self.key):
+            if self._upload_id is None:
+                begun = self._client.create_multipart_upload(
+                    **self._object, ContentType=_BINARY, ChecksumAlgorithm="SHA256"
+                )
+                self._upload_id = begun["UploadId"]
+            stored = self._client.upload_part(**self._object, **body, UploadId=self._upload_id, PartNumber=number)
+        self._parts.append({"PartNumber": number, "ETag": stored["ETag"], "ChecksumSHA256": body["ChecksumSHA256"]})
+        self._stored_bytes = self.num_bytes
+        self._part_digest = hashlib.sha256()
+        body["Body"].seek(0)
+        body["Body"].truncate()
+
+    def _body(self) -> dict[str, Any]:
+        assert self._part is not None
+        self._part.seek(0)
+        return {"Body": self._part, "ChecksumSHA256": base64.b64encode(self._part_digest.digest()).decode()}
 
 
 class _Clients:

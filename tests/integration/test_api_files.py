@@ -562,10 +562,12 @@ class TestEnd:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         kept = upload(client)["id"]
-        whole = store.begin(file_key("default", new_file_id()))
-        whole.complete(LINES)
-        unfinished = store.begin(file_key("default", new_file_id()))
-        unfinished.add(bytes(PART_BYTES))
+        whole, unfinished = (store.begin(file_key("default", new_file_id()), max_bytes=MAX_BYTES) for _ in range(2))
+        whole.write(LINES)
+        whole.complete()
+        unfinished.write(bytes(PART_BYTES))
+        for one in (whole, unfinished):
+            one.close()
         sweeper.tidy()
         assert list(sweeper.orphans(delete=True)) == []
         assert unfinished.key in contents.uploads()

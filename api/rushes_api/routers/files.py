@@ -176,7 +176,7 @@ async def create_file(request: Request, caller: FileCaller, key: SentKey, _: NoQ
         async with state["sessions"].begin() as session:
             await _check_room(session, settings, project=project, num_bytes=num_declared)
     file_id = new_file_id()
-    upload = state["store"].begin(file_key(project, file_id))
+    upload = state["store"].begin(file_key(project, file_id), max_bytes=settings.files_max_bytes)
     has_row = False
     with seat(state["uploads"], upload):
         try:
@@ -202,6 +202,7 @@ async def create_file(request: Request, caller: FileCaller, key: SentKey, _: NoQ
             # an object whose row may have been committed stays: without a row it is an orphan, which the sweeper finds
             if not has_row:
                 await discard(upload, limiter=limiter)
+            upload.close()
 
 
 @router.get("")
