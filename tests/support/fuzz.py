@@ -25,7 +25,7 @@ _LEFT_OUT = ("create_and_fetch", "readyz")
 
 
 def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]:
-    """Jobs in every state, and a replica: `video_id` of all of them, `ended` of those whose events end."""
+    """Jobs in every state, a replica and files: `video_id` of all jobs, `ended` of those with an end, `file_id`."""
     driver = JobDriver(settings)
     with httpx.Client(base_url=url, headers=AUTHORIZED, timeout=120) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
@@ -37,8 +37,11 @@ def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]
         driver.start(running)
         http.post(f"/v1/videos/{cancelled}/cancel")
         http.delete(f"/v1/videos/{deleted}")
+        upload = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        files = [http.post("/v1/files", **upload).json()["id"] for _ in range(8)]
+        http.delete(f"/v1/files/{files[0]}")
     driver.close()
-    return {"video_id": ids, "ended": [completed, failed, cancelled, deleted]}
+    return {"video_id": ids, "file_id": files, "ended": [completed, failed, cancelled, deleted]}
 
 
 def fuzz(
