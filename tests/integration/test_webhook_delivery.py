@@ -257,7 +257,7 @@ class TestAgain:
             with hooks.engine.begin() as connection:
                 connection.execute(deliveries.lock_claims())
                 (row,) = connection.execute(
-                    deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30)
+                    deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30, per_project=10)
                 )
                 fences.append(row.fence)
             hooks.end_leases()
@@ -270,7 +270,9 @@ class TestAgain:
                 connection.execute(deliveries.settle([deliveries.Outcome(delivery.id, fence, "delivered", status=200)]))
         assert hooks.delivery().state == "pending"
         with hooks.engine.begin() as connection:
-            (row,) = connection.execute(deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30))
+            (row,) = connection.execute(
+                deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30, per_project=10)
+            )
             for _ in range(2):
                 connection.execute(
                     deliveries.settle([deliveries.Outcome(delivery.id, row.fence, "delivered", status=200)])
@@ -328,7 +330,7 @@ class TestSeveral:
             hooks.completed()
         with hooks.engine.begin() as connection:
             connection.execute(deliveries.lock_claims())
-            statement = deliveries.claim(limit=100, limit_failing=5, concurrency=4, lease_seconds=30)
+            statement = deliveries.claim(limit=100, limit_failing=5, concurrency=4, lease_seconds=30, per_project=100)
             claimed = [row.is_failing for row in connection.execute(statement)]
         assert (claimed.count(False), claimed.count(True)) == (3, 5)
 

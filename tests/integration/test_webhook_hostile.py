@@ -13,7 +13,7 @@ from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
-from rushes_worker.webhooks.sender import MAX_FAILING_UNDER_WAY
+from rushes_worker.webhooks.sender import MAX_PROJECT_UNDER_WAY
 from rushes_worker.webhooks.transport import Answer, Transport
 from support.receiver import Behaviour, Receiver, drip, hang, make_certificate, reply, reset
 from support.stack import SharedStack
@@ -352,16 +352,44 @@ class TestOthers:
             over.wait(60)
             raise socket.gaierror(socket.EAI_AGAIN, "no server answered")
 
-        for number in range(MAX_FAILING_UNDER_WAY // settings.webhook_concurrency + 1):
+        most_failing = MAX_PROJECT_UNDER_WAY // 2
+        for number in range(most_failing // settings.webhook_concurrency + 1):
             silent, _ = hooks.register(f"https://{number}.example.com/")
             hooks.set_endpoint(silent, failures=1)
         for _ in range(settings.webhook_concurrency):
             hooks.completed()
         with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0}), lookup=lookup):
-            wait_until(lambda: len(asked) == MAX_FAILING_UNDER_WAY)
+            wait_until(lambda: len(asked) == most_failing)
             healthy, _ = hooks.register(receiver.url(host="localhost"))
             hooks.completed()
             wait_until(lambda: hooks.deliveries(endpoint_id=healthy, state="delivered"))
+            over.set()
+
+    def test_new_origins_of_one_project_that_hang_delay_no_other_project(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        over = threading.Event()
+
+        def lookup(host: str, port: int) -> list[str]:
+            over.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no server answered")
+
+        for project in ("hanging", "well"):
+            hooks.project_secret(project)
+        for number in range(8):
+            hooks.add(f"https://{number}.example.com/", project="hanging")
+            hooks.complete(hooks.run())
+        slow = settings.model_copy(update={"webhook_timeout_seconds": 30.0})
+        with SenderThread(slow, lookup=lookup, max_under_way=6, max_per_project=4):
+            wait_until(lambda: len(hooks.deliveries(state="delivering")) == 4)
+            hooks.add(receiver.url(), project="well")
+            hooks.complete(hooks.run())
+            wait_until(lambda: hooks.deliveries(project="well", state="delivered"))
+            # none of the others has come back meanwhile
+            assert (
+                sorted(one.state for one in hooks.deliveries(project="hanging")) == ["delivering"] * 4 + ["pending"] * 4
+            )
+            assert {one.attempts for one in hooks.deliveries(project="hanging")} == {0, 1}
             over.set()
 
     def test_a_fault_of_our_own_counts_as_an_attempt(self, hooks: Hooks, settings: Settings) -> None:

@@ -48,7 +48,8 @@ FROM generate_series(1, {count}) AS n
 
 
 def test_a_claim_reads_what_is_due_and_not_what_waits_for_others(filled: Connection) -> None:
-    plan = executed_plan(filled, deliveries.claim(limit=16, limit_failing=8, concurrency=8, lease_seconds=45))
+    claim = deliveries.claim(limit=16, limit_failing=8, concurrency=8, lease_seconds=45, per_project=16)
+    plan = executed_plan(filled, claim)
     assert [n for n in scans(plan) if n["Node Type"] == "Seq Scan" and n["Relation Name"] == "webhook_deliveries"] == []
     assert 0 < rows_read(plan, "webhook_deliveries") <= 20
 

@@ -186,15 +186,16 @@ class Hooks:
 class SenderThread:
     """A sender in this process, for what a test has to change in it."""
 
-    def __init__(self, settings: Settings, *, lookup: Lookup = look_up) -> None:
+    def __init__(self, settings: Settings, *, lookup: Lookup = look_up, **limits: int) -> None:
         self._settings = settings
         self._lookup = lookup
+        self._limits = limits
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._sender = Sender(self._settings, lookup=self._lookup)
+        self._sender = Sender(self._settings, lookup=self._lookup, **self._limits)
         self._ready.set()
         await self._sender.run()
 

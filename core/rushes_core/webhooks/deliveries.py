@@ -5,7 +5,7 @@ no row. Nothing is held open while a request is under way.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -27,6 +27,8 @@ MAX_HOLD_SECONDS = 300
 """How long an answer 429 or 503 with `Retry-After` holds up the other deliveries to its endpoint at most."""
 RETENTION_DAYS = 30
 """How long deliveries that ended, and events, are kept."""
+MAX_PROJECT_TESTS = 16
+"""Tests of a project's endpoints that one sender makes at once."""
 MAX_AT_ONCE = 5_000
 """Rows that a statement touches at most; one that touched so many is to be repeated."""
 
@@ -40,6 +42,7 @@ class Claimed:
     id: str
     fence: int
     kind: str
+    project: str
     endpoint_id: str
     is_failing: bool
     """Whether the last attempt at the endpoint failed."""
@@ -95,24 +98,41 @@ WITH RECURSIVE waiting AS (
     ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
 ), busy AS (
     SELECT endpoint_id, count(*) AS count FROM webhook_deliveries WHERE state = 'delivering' GROUP BY endpoint_id
+), held AS (
+    SELECT * FROM jsonb_to_recordset(CAST(:held AS jsonb)) AS held (
+        project text, under_way bigint, failing bigint, tests bigint
+    )
 ), ready AS (
-    SELECT e.id, e.failures > 0 AS fails,
+    SELECT e.id, e.project, e.failures > 0 AS fails,
         greatest(0, CASE WHEN e.failures >= :breaker THEN 1 ELSE :concurrency END - coalesce(busy.count, 0)) AS slots
     FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id
         LEFT JOIN busy ON busy.endpoint_id = e.id
     WHERE e.state = 'enabled' AND e.deleted_at IS NULL AND (e.open_until IS NULL OR e.open_until <= now())
 ), picked AS MATERIALIZED (
-    SELECT next.id, ready.fails FROM ready, LATERAL (
+    SELECT next.id, next.next_at, ready.fails, ready.project FROM ready, LATERAL (
         SELECT d.id, d.next_at FROM webhook_deliveries AS d
         WHERE d.endpoint_id = ready.id AND d.state = 'pending' AND d.next_at <= now()
         ORDER BY d.next_at, d.id LIMIT ready.slots FOR NO KEY UPDATE SKIP LOCKED
-    ) AS next ORDER BY ready.fails, next.next_at LIMIT :limit
+    ) AS next
+), by_project AS (
+    SELECT id, next_at, fails,
+        coalesce(under_way, 0) + row_number() OVER (PARTITION BY project ORDER BY fails, next_at) AS place,
+        coalesce(failing, 0) + row_number() OVER (PARTITION BY project, fails ORDER BY next_at) AS place_failing
+    FROM picked LEFT JOIN held USING (project)
+), fair AS (
+    SELECT id, next_at, fails, row_number() OVER (PARTITION BY fails ORDER BY next_at) AS turn FROM by_project
+    WHERE place <= :per_project AND (NOT fails OR place_failing <= :per_project / 2)
 ), chosen AS (
-    (SELECT id FROM picked WHERE NOT fails) UNION ALL (SELECT id FROM picked WHERE fails LIMIT :limit_failing)
-), tests AS MATERIALIZED (  -- somebody waits for these, whatever the state of the endpoint
-    SELECT d.id FROM webhook_deliveries AS d JOIN webhook_endpoints AS e ON e.id = d.endpoint_id
+    SELECT id FROM fair WHERE NOT fails OR turn <= :limit_failing ORDER BY fails, next_at LIMIT :limit
+), asked AS MATERIALIZED (  -- somebody waits for these, whatever the state of the endpoint
+    SELECT d.id, e.project FROM webhook_deliveries AS d JOIN webhook_endpoints AS e ON e.id = d.endpoint_id
     WHERE d.state = 'pending' AND d.kind = 'test' AND e.deleted_at IS NULL
-    LIMIT :limit FOR NO KEY UPDATE OF d SKIP LOCKED
+    ORDER BY d.id LIMIT :max_rows FOR NO KEY UPDATE OF d SKIP LOCKED
+), tests AS (
+    SELECT id FROM (
+        SELECT id, coalesce(tests, 0) + row_number() OVER (PARTITION BY project ORDER BY id) AS place
+        FROM asked LEFT JOIN held USING (project)
+    ) AS placed WHERE place <= :tests_per_project ORDER BY id LIMIT :limit
 ), claimed AS (
     UPDATE webhook_deliveries AS d
     SET state = 'delivering', attempts = attempts + 1, fence = nextval('webhook_fence'),
@@ -120,7 +140,7 @@ WITH RECURSIVE waiting AS (
     WHERE d.id IN (SELECT id FROM chosen UNION SELECT id FROM tests) AND d.state = 'pending'
     RETURNING d.*
 )
-SELECT claimed.id, claimed.fence, claimed.kind, claimed.endpoint_id, e.failures > 0 AS is_failing,
+SELECT claimed.id, claimed.fence, claimed.kind, claimed.project, claimed.endpoint_id, e.failures > 0 AS is_failing,
     claimed.event_id, claimed.job_id, claimed.type, coalesce(claimed.url, e.url) AS url, claimed.attempts AS number,
     claimed.step, coalesce(e.secret, s.secret) AS secret,
     CASE WHEN e.secret IS NULL THEN CASE WHEN s.previous_until > now() THEN s.previous_secret END
@@ -140,13 +160,34 @@ def lock_claims() -> TextClause:
     return _LOCK
 
 
-def claim(*, limit: int, limit_failing: int, concurrency: int, lease_seconds: float) -> TextClause:
+def claim(
+    *,
+    limit: int,
+    limit_failing: int,
+    concurrency: int,
+    lease_seconds: float,
+    per_project: int,
+    held: Iterable[Claimed] = (),
+) -> TextClause:
     """Lease deliveries that are due: the members of `Claimed`.
 
     At most `concurrency` of an endpoint are under way, whoever holds them; one of an endpoint that keeps failing.
-    Endpoints that do not fail come first, and of the others there are `limit_failing` at most.
+    Endpoints that do not fail come first, and of the others there are `limit_failing` at most. With what is `held`,
+    the sender has at most `per_project` of a project, half of them at endpoints that fail, beside a few tests.
     """
+    counts: dict[str, dict[str, int]] = {}
+    for one in held:
+        of_project = counts.setdefault(one.project, {"under_way": 0, "failing": 0, "tests": 0})
+        if one.kind == "test":
+            of_project["tests"] += 1
+        else:
+            of_project["under_way"] += 1
+            of_project["failing"] += one.is_failing
     return _CLAIM.bindparams(
+        held=json.dumps([{"project": project, **of_project} for project, of_project in counts.items()]),
+        per_project=per_project,
+        tests_per_project=MAX_PROJECT_TESTS,
+        max_rows=MAX_AT_ONCE,
         limit=limit,
         limit_failing=limit_failing,
         concurrency=concurrency,

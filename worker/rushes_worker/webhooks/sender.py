@@ -34,6 +34,8 @@ MAX_UNDER_WAY = 512
 """Requests of one process at once."""
 MAX_FAILING_UNDER_WAY = 256
 """Of these, to endpoints whose last attempt failed: they may all hang until the deadline."""
+MAX_PROJECT_UNDER_WAY = 128
+"""Of these, of one project, and half as many to its endpoints that fail: others have room while all of it hangs."""
 MAX_SETTLED = 500
 """Outcomes that are written in one transaction."""
 LEASE_MARGIN_SECONDS = 30.0
@@ -53,9 +55,18 @@ class Sender:
 
     Args:
         lookup: addresses of a name; blocks.
+        max_under_way: requests at once.
+        max_per_project: requests at once of one project.
     """
 
-    def __init__(self, settings: Settings, *, lookup: Lookup = look_up) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        lookup: Lookup = look_up,
+        max_under_way: int = MAX_UNDER_WAY,
+        max_per_project: int = MAX_PROJECT_UNDER_WAY,
+    ) -> None:
         """
         Raises:
             WebhooksNotConfigured: there is no key to decrypt secrets with.
@@ -68,6 +79,8 @@ class Sender:
         self._timeout_seconds = settings.webhook_timeout_seconds
         self._lease_seconds = settings.webhook_timeout_seconds + LEASE_MARGIN_SECONDS
         self._concurrency = settings.webhook_concurrency
+        self._max_under_way = max_under_way
+        self._max_per_project = max_per_project
         self._under_way: dict[asyncio.Task[None], list[Claimed]] = {}
         self._done: list[Outcome] = []
         self._told_ends: set[str] = set()
@@ -123,7 +136,7 @@ class Sender:
         """Settle and claim in one transaction."""
         outcomes, unsent = self._done[:MAX_SETTLED], list(self._unsent)
         under_way = [one for group in self._under_way.values() for one in group]
-        room = MAX_UNDER_WAY - len(under_way)
+        room = self._max_under_way - len(under_way)
         claimed: list[Claimed] = []
         async with self._engine.begin() as connection:
             if outcomes:
@@ -137,6 +150,8 @@ class Sender:
                     limit_failing=max(0, MAX_FAILING_UNDER_WAY - sum(one.is_failing for one in under_way)),
                     concurrency=self._concurrency,
                     lease_seconds=self._lease_seconds,
+                    per_project=self._max_per_project,
+                    held=under_way,
                 )
                 claimed = [Claimed(**row) for row in (await connection.execute(statement)).mappings()]
         del self._done[: len(outcomes)]
