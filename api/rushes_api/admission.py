@@ -80,7 +80,7 @@ async def _video(request: Request, caller: CurrentCaller, key: SentKey, state: A
     wanted = submission.outcome
     if isinstance(wanted, ResolvedRequest) and wanted.webhook is not None:
         try:
-            await state["webhooks"].check_resolves(wanted.webhook)
+            await state["webhooks"].check_resolves(wanted.webhook, project=caller.project)
         except InvalidRequest as error:
             if key is None:
                 raise

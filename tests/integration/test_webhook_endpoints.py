@@ -1,5 +1,8 @@
 """OpenAI's webhook endpoints as its SDK calls them, and the secret of jobs' own `webhook_url`s."""
 
+import asyncio
+import socket
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -8,6 +11,8 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from rushes_api.webhooks import LOOKUP_THREADS, MAX_PROJECT_LOOKUPS, Webhooks
+from rushes_core.errors import InvalidRequest
 from rushes_core.settings import Settings
 from rushes_core.webhooks.events import EVENT_TYPES
 from standardwebhooks import Webhook
@@ -370,3 +375,35 @@ def test_strictly_a_jobs_url_must_be_at_a_registered_origin(stack: SharedStack, 
             error = refused(client.post("/v1/videos", json={"prompt": "a dog", "webhook_url": url}))
             assert "origin of a registered endpoint" in error["message"]
     hooks.close()
+
+
+def test_silent_names_of_one_project_delay_no_look_up_of_another(settings: Settings) -> None:
+    asked: list[str] = []
+    over = threading.Event()
+
+    def lookup(host: str, port: int) -> list[str]:
+        if host == "unknown.example.com":
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        asked.append(host)
+        over.wait(60)
+        return ["8.8.8.8"]
+
+    async def check() -> None:
+        webhooks = Webhooks(settings, lookup=lookup)
+        urls = [f"https://{number}.example.com/" for number in range(LOOKUP_THREADS + 1)]
+        # given up after a while: each attempt asks again
+        targets = await asyncio.gather(*(webhooks.target(url, project="silent") for url in urls))
+        assert [one.url for one in targets] == urls
+        assert len(asked) == MAX_PROJECT_LOOKUPS
+        # its threads are still taken: a name that was not looked up would be let through
+        with pytest.raises(InvalidRequest, match="a host that exists"):
+            await webhooks.target("https://unknown.example.com/", project="well")
+        over.set()
+        while True:
+            try:
+                await webhooks.target("https://unknown.example.com/", project="silent")
+            except InvalidRequest:
+                break
+        webhooks.close()
+
+    asyncio.run(check())

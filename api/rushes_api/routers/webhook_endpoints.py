@@ -165,7 +165,7 @@ async def create_webhook_endpoint(
     webhooks = state["webhooks"]
     webhooks.check_configured()
     wanted = keys.parse(endpoints.NewEndpoint, members)
-    target = await webhooks.target(wanted.url)
+    target = await webhooks.target(wanted.url, project=caller.project)
     secret = SigningSecret.new()
     values = endpoints.endpoint_values(wanted, target, secret, webhooks.vault)
 
@@ -222,7 +222,7 @@ async def change_webhook_endpoint(
     wanted = keys.parse(endpoints.EndpointChanges, members)
     values = wanted.model_dump(exclude_none=True, exclude={"enabled"})
     if wanted.url is not None:
-        values["url"] = (await state["webhooks"].target(wanted.url)).url
+        values["url"] = (await state["webhooks"].target(wanted.url, project=caller.project)).url
     if wanted.enabled is not None:
         values |= endpoints.ENABLED if wanted.enabled else endpoints.DISABLED
 

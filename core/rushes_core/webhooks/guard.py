@@ -7,8 +7,7 @@ name that changes in between gains nothing.
 import asyncio
 import re
 import socket
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from typing import Any
@@ -193,18 +192,22 @@ class Guard:
         return any(_matches(host, pattern) for pattern in self._hosts)
 
 
-async def check_resolves(guard: Guard, target: Target, *, executor: Executor | None = None, param: str = "url") -> None:
+async def check_resolves(
+    guard: Guard, target: Target, *, resolve: Callable[[str, int], Awaitable[object]], param: str = "url"
+) -> None:
     """Refuse a target whose name does not exist or leads where webhooks must not go. Every attempt asks again.
+
+    Args:
+        resolve: `guard.resolve` without its lookup, which blocks nobody and may be given up.
 
     Raises:
         BlockedAddress
     """
     if target.address is not None:
         return
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
-            await loop.run_in_executor(executor, guard.resolve, target.host, target.port, look_up)
+            await resolve(target.host, target.port)
     except BlockedAddress as error:
         raise BlockedAddress(f"{param} must be at a public host, got {shown(target.url)}", param=param) from error
     except TimeoutError:
