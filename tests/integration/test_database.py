@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
+from rushes_core import database
 from rushes_core.database import create_api_engine, create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+OWN_PID = text("SELECT pg_backend_pid()")
 BROKEN = text("SELECT nonsense WHERE 'x' = :prompt")
 
 
@@ -27,5 +29,28 @@ def test_an_error_of_the_api_does_not_hold_the_values_of_its_statement(settings:
                 await connection.execute(BROKEN, {"prompt": "a secret dog"})
         assert "a secret dog" not in str(error.value)
         await engine.dispose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["just used", "idle"])
+def test_the_api_replaces_a_connection_that_ended_in_the_pool(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool
+) -> None:
+    monkeypatch.setattr(database, "MAX_IDLE_SECONDS", 0.0 if is_idle else 1_000.0)
+
+    async def run() -> None:
+        engine, other = create_api_engine(settings, pool_size=1), create_api_engine(settings, pool_size=1)
+        async with engine.connect() as connection:
+            first = (await connection.execute(OWN_PID)).scalar_one()
+        async with engine.connect() as connection:
+            assert (await connection.execute(OWN_PID)).scalar_one() == first
+        async with other.connect() as connection:
+            # returns when it has ended
+            await connection.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": first})
+        async with engine.connect() as connection:
+            assert (await connection.execute(OWN_PID)).scalar_one() != first
+        await engine.dispose()
+        await other.dispose()
 
     asyncio.run(run())
