@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.tables import WebhookDelivery
 from sqlalchemy import Connection, text
 from support.plans import executed_plan, rows_read, scans
 from support.stack import SharedStack
@@ -90,3 +91,13 @@ FROM generate_series(1, {deliveries.MAX_AT_ONCE} + 1) AS n
     assert counts == [deliveries.MAX_AT_ONCE, 1, 0]
     assert {one.last_error for one in hooks.deliveries(state="cancelled")} == {"failing"}
     hooks.close()
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled", "delivering"])
+def test_a_list_of_a_state_that_nothing_is_in_reads_none_of_the_log(filled: Connection, state: str) -> None:
+    log = deliveries.listed(project="default").where(deliveries.in_state(state))
+    plan = executed_plan(filled, log.order_by(WebhookDelivery.id.desc()).limit(21))
+    assert [node["Index Name"] for node in scans(plan) if "Index Name" in node][:1] == [
+        "ix_webhook_deliveries_project_state"
+    ]
+    assert rows_read(plan, "webhook_deliveries") == 0

@@ -24,7 +24,7 @@ def generic_plan(connection: Connection, statement: Any) -> dict[str, Any]:
 
 def executed_plan(connection: Connection, statement: Any) -> dict[str, Any]:
     """The plan with what each node did."""
-    compiled = statement.compile(connection)
+    compiled = statement.compile(connection, compile_kwargs={"render_postcompile": True})
     values = {name: Jsonb(value) if isinstance(value, dict) else value for name, value in compiled.params.items()}
     return connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {compiled}", values).scalar_one()[0]["Plan"]
 

@@ -158,7 +158,7 @@ async def list_webhook_deliveries(
     wanted = wanted_page(parameters, key_of=_delivery_id, what="a webhook delivery")
     statement = deliveries.listed(project=caller.project)
     if "status" in parameters:
-        statement = statement.where(WebhookDelivery.state == one_of("status", parameters["status"], STATUSES))
+        statement = statement.where(deliveries.in_state(one_of("status", parameters["status"], STATUSES)))
     for name, is_id, column in (
         ("video_id", is_video_id, WebhookDelivery.job_id),
         ("webhook_endpoint_id", is_endpoint_id, WebhookDelivery.endpoint_id),

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Select, TextClause, select, text
+from sqlalchemy import Select, TextClause, literal, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert
+from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.webhooks.schedule import MAX_AGE_DAYS
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
@@ -431,6 +432,11 @@ def listed(*, project: str) -> Select[WebhookDelivery, WebhookEndpoint]:
     return (
         select(WebhookDelivery, WebhookEndpoint).join(WebhookEndpoint, is_to).where(WebhookDelivery.project == project)
     )
+
+
+def in_state(state: str) -> ColumnElement[bool]:
+    """Whether a delivery is in one of the known states; written out, as conditions of indexes are."""
+    return WebhookDelivery.state == literal(state, literal_execute=True)
 
 
 def attempts(delivery_id: str) -> Select[WebhookAttempt]:

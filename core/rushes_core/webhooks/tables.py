@@ -130,6 +130,14 @@ class WebhookDelivery(Base):
         ),
         Index("ix_webhook_deliveries_tests", "id", postgresql_where=text("state = 'pending' AND kind = 'test'")),
         Index("ix_webhook_deliveries_project", "project", "id"),
+        # few beside those that were delivered, and few or none in some states
+        Index(
+            "ix_webhook_deliveries_project_state",
+            "project",
+            "state",
+            "id",
+            postgresql_where=text("state IN ('pending', 'delivering', 'failed', 'cancelled')"),
+        ),
         Index("ix_webhook_deliveries_job_id", "job_id", "endpoint_id"),
         Index("ix_webhook_deliveries_endpoint_id", "endpoint_id", "event_id"),
         Index("ix_webhook_deliveries_finished_at", "finished_at"),
