@@ -18,6 +18,7 @@ from rushes_core.dispatcher import Dispatcher
 from rushes_core.queue import WEBHOOK_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.schedule import DELAYS
 from rushes_core.webhooks.signing import PublicKeys
 from rushes_worker.webhooks import sender as sender_module
 from sqlalchemy import text
@@ -263,6 +264,7 @@ class TestAgain:
             hooks.end_leases()
             with hooks.engine.begin() as connection:
                 connection.execute(deliveries.reap())
+            hooks.make_due()
         assert fences[0] < fences[1]
         delivery = hooks.delivery()
         for fence in fences:
@@ -279,6 +281,26 @@ class TestAgain:
                 )
         assert hooks.delivery().state == "delivered"
         assert [one.error for one in hooks.attempts(delivery.id)] == ["sender_lost", "sender_lost", None]
+
+    def test_a_delivery_that_loses_every_sender_fails_at_the_end_of_the_schedule(self, hooks: Hooks) -> None:
+        hooks.project_secret()
+        job = hooks.completed("https://127.0.0.1/mine")
+        delays: list[float] = []
+        while hooks.delivery().state == "pending":
+            with hooks.engine.begin() as connection:
+                connection.execute(deliveries.lock_claims())
+                connection.execute(
+                    deliveries.claim(limit=10, limit_failing=10, concurrency=4, lease_seconds=30, per_project=10)
+                ).one()
+            hooks.end_leases()
+            with hooks.engine.begin() as connection:
+                connection.execute(deliveries.reap())
+            delays.append(hooks.seconds_until_next(hooks.delivery().id))
+            hooks.make_due()
+        assert delays == pytest.approx([0, *DELAYS, 0], rel=0.21)
+        assert {one.error for one in hooks.attempts(hooks.delivery().id)} == {"sender_lost"}
+        assert (hooks.delivery().state, hooks.delivery().last_error) == ("failed", "sender_lost")
+        assert hooks.jobs.read(job.id).webhook == {"state": "failed", "attempts": len(delays), "last_status": None}
 
 
 class TestSeveral:

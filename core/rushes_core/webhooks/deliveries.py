@@ -15,7 +15,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.webhooks.schedule import MAX_AGE_DAYS
+from rushes_core.webhooks.schedule import DELAYS, JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 
 BREAKER_FAILURES = 10
@@ -320,21 +320,44 @@ FROM waiting WHERE d.id = waiting.id RETURNING d.id
 
 
 def reap() -> TextClause:
-    """Take back what a sender held too long: it died, and the attempt may have been made. Ids and attempts."""
+    """Take back what a sender held too long: it died, and the attempt may have been made. Ids and attempts.
+
+    It is made again at once. One that takes its sender along time and again goes on by the schedule, and fails at
+    its end.
+    """
     return text("""
 WITH dead AS MATERIALIZED (
-    SELECT id FROM webhook_deliveries WHERE state = 'delivering' AND lease_until < now()
+    SELECT id, coalesce(last_error = 'sender_lost', false) AS again FROM webhook_deliveries
+    WHERE state = 'delivering' AND lease_until < now()
     ORDER BY lease_until LIMIT 500 FOR NO KEY UPDATE SKIP LOCKED
+), judged AS (
+    SELECT dead.*, d.kind = 'test' OR d.attempts >= :max_attempts OR again AND d.step >= cardinality(delays)
+        OR d.created_at < now() - make_interval(days => :max_days) AS is_over,
+        CASE WHEN again THEN delays[d.step + 1] ELSE 0 END AS delay
+    FROM dead JOIN webhook_deliveries AS d ON d.id = dead.id, CAST(:delays AS float8[]) AS delays
 ), back AS (
     UPDATE webhook_deliveries AS d
-    SET state = CASE kind WHEN 'test' THEN 'failed' ELSE 'pending' END,
-        finished_at = CASE kind WHEN 'test' THEN now() END,
-        lease_until = NULL, next_at = now(), last_error = 'sender_lost'
-    FROM dead WHERE d.id = dead.id RETURNING d.id, d.attempts
+    SET state = CASE WHEN is_over THEN 'failed' ELSE 'pending' END,
+        finished_at = CASE WHEN is_over THEN now() END,
+        step = CASE WHEN again AND NOT is_over THEN step + 1 ELSE step END,
+        lease_until = NULL, last_error = 'sender_lost',
+        next_at = now() + make_interval(secs => coalesce(delay, 0) * (1 + :jitter * (2 * random() - 1)))
+    FROM judged WHERE d.id = judged.id RETURNING d.id, d.attempts, d.job_id, d.url, d.type, d.state, d.last_status
+), ended AS MATERIALIZED (  -- in one order, as when outcomes are settled
+    SELECT id FROM jobs WHERE id IN (
+        SELECT job_id FROM back
+        WHERE state = 'failed' AND url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
+    ) ORDER BY id FOR NO KEY UPDATE
+), told AS (
+    UPDATE jobs SET webhook = jsonb_build_object(
+        'state', 'failed', 'attempts', back.attempts, 'last_status', back.last_status
+    ) FROM back JOIN ended ON ended.id = back.job_id
+    WHERE jobs.id = back.job_id AND back.state = 'failed' AND back.url IS NOT NULL
+        AND back.type NOT IN ('video.started', 'video.progress')
 )
 INSERT INTO webhook_attempts (delivery_id, number, error) SELECT id, attempts, 'sender_lost' FROM back
 RETURNING delivery_id, number
-""")
+""").bindparams(max_attempts=MAX_ATTEMPTS, max_days=MAX_AGE_DAYS, delays=list(DELAYS), jitter=JITTER)
 
 
 def release(held: Collection[tuple[str, int]]) -> TextClause:
