@@ -12,13 +12,16 @@ import psycopg
 from psycopg.rows import tuple_row
 from rushes_core import backlog
 from rushes_core.database import connect_arguments
+from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from sqlalchemy.dialects.postgresql.psycopg import dialect as PsycopgDialect
 from sqlalchemy.orm import class_mapper
 
-from rushes_api.errors import database_unavailable
+from rushes_api.errors import Unavailable, database_unavailable
+
+log = get_logger(__name__)
 
 WAIT_SECONDS = 1.5
 """How long a question may go unanswered."""
@@ -68,6 +71,14 @@ class Lookup:
         seconds = min(self.MAX_SECONDS_KEPT, counted * self.SECONDS_KEPT_PER_JOB_AHEAD)
         self._kept[place] = counted, now + seconds
         return counted
+
+    async def num_ahead_or_none(self, job: Job) -> int | None:
+        """`num_ahead`; None where it is not known in time: what else is known of the job needs no such count."""
+        try:
+            return await self.num_ahead(job)
+        except (Unavailable, psycopg.Error, OSError) as error:
+            log.warning("queue_not_counted", error=str(error).splitlines()[0])
+            return None
 
     async def close(self) -> None:
         await self._jobs.close()

@@ -1,9 +1,12 @@
 """Reading single jobs past the sessions: what is read, and how old it may be."""
 
+import psycopg
 import pytest
 from rushes_api.lookup import Lookup
+from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.api import JobDriver
+from support.stack import libpq_url, settings_env
 
 
 def post(client: TestClient) -> str:
@@ -48,4 +51,17 @@ def test_a_row_that_is_read_so_is_shown_as_any_other(client: TestClient) -> None
     # lists leave out where a job stands
     left_out = {"queue", "eta"}
     assert {k: v for k, v in got.items() if k not in left_out} == {k: v for k, v in listed.items() if k not in left_out}
+    client.post(f"/v1/videos/{video_id}/cancel")
+
+
+def test_a_job_is_shown_although_nobody_can_count_those_ahead(api_settings: Settings, client: TestClient) -> None:
+    video_id = post(client)
+    with psycopg.connect(libpq_url(settings_env(api_settings))) as other:
+        # the job itself is read without this table
+        other.execute("LOCK TABLE project_shares")
+        answer = client.get(f"/v1/videos/{video_id}")
+        other.rollback()
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["status"], answer.json()["queue"]["position"]) == ("queued", None)
+    assert client.get(f"/v1/videos/{video_id}").json()["queue"]["position"] is not None
     client.post(f"/v1/videos/{video_id}/cancel")

@@ -134,7 +134,7 @@ async def list_videos(
 )
 async def get_video(job: CurrentJob, parameters: ViewQuery, state: AppState, view: CurrentView) -> Response:
     waits = job.state is JobState.QUEUED and not is_held(job)
-    num_ahead = await state["lookup"].num_ahead(job) if waits else None
+    num_ahead = await state["lookup"].num_ahead_or_none(job) if waits else None
     video = view.video(job, num_ahead=num_ahead)
     poll_after = poll_after_ms(job, num_ahead, video.eta)
     headers = {} if poll_after is None else {"openai-poll-after-ms": str(poll_after)}
