@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from rushes_api.deps import find_job
+from rushes_core import jobs
 from rushes_core.models import ApiKeyUsage, Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES, JobState
@@ -114,6 +117,27 @@ class TestMaxQueued:
         client.delete(f"/v1/videos/{waiting['id']}")
         assert client.post(f"/v1/videos/{failed['id']}/retry", headers=bearer(other)).status_code == 200
         refused(post(client, key), 429, "queue_full")
+
+    def test_a_job_that_ends_while_its_retry_is_looked_at_takes_no_place_of_another(
+        self, client: TestClient, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = create_key(client, max_queued=1)
+        running = accept(client, key)
+        fence = driver.start(running["id"]).fence
+        assert fence is not None
+        accept(client, key)
+
+        async def ends_afterwards(video_id: str, **options: Any) -> Job:
+            job = await find_job(video_id, **options)
+            if job.state is JobState.RUNNING:
+                with Session(driver.engine) as session, session.begin():
+                    session.execute(jobs.fail(video_id, fence=fence, error={"code": "generation_failed"})).one()
+            return job
+
+        monkeypatch.setattr("rushes_api.routers.actions.find_job", ends_afterwards)
+        response = client.post(f"/v1/videos/{running['id']}/retry", headers=bearer(key))
+        assert response.status_code == 409, response.text
+        assert num_queued(driver, key) == 1
 
     def test_a_remix_takes_a_place(self, client: TestClient) -> None:
         key = create_key(client, max_queued=1)

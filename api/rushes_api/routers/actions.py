@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core import jobs
 from rushes_core.errors import TransitionRefused
+from rushes_core.models import Job
 from rushes_core.request import ResolvedRequest, remix
 from rushes_core.states import RETRYABLE_STATES, JobState
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -73,20 +74,26 @@ async def retry_video(
             if found.generation >= generation:
                 return view.video(found)
         before = await find_job(video_id, project=caller.project, session=session)
-        if before.state in RETRYABLE_STATES:
-            await reserve_place(session, caller=caller, api_key=before.api_key, priority=before.priority)
+        if before.state not in RETRYABLE_STATES:
+            # decided here: the job may end from now on, and nothing has reserved a place for it
+            raise _not_retryable(before)
+        await reserve_place(session, caller=caller, api_key=before.api_key, priority=before.priority)
         statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
         job = (await session.execute(statement)).scalar_one_or_none()
         if job is None:
             await session.refresh(before)
-            words = ", ".join(one.public_status for one in RETRYABLE_STATES)
-            raise TransitionRefused(f"{before.id} is {before.state.public_status}; what can be retried is {words}")
+            raise _not_retryable(before)
         await take_place(session, job)
         generation = job.generation
         return view.video(job)
 
     call = Call(caller, f"POST /v1/videos/{video_id}/retry", key, fingerprint())
     return await take_effect(call, retry, request=request, sessions=state["sessions"])
+
+
+def _not_retryable(job: Job) -> TransitionRefused:
+    words = ", ".join(one.public_status for one in RETRYABLE_STATES)
+    return TransitionRefused(f"{job.id} is {job.state.public_status}; what can be retried is {words}")
 
 
 _REMIX: dict[str, Any] = {"parameters": [KEY_HEADER, PREFER_HEADER], "requestBody": REMIX_BODY}
