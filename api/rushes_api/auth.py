@@ -142,6 +142,7 @@ class _StoredKeys:
         self._noted: dict[str, float] = {}
         self._is_asking = False
         self._failed_at = _NEVER
+        self._num_forgotten = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def find(self, digest: bytes) -> Caller | None:
@@ -166,6 +167,7 @@ class _StoredKeys:
 
     def forget(self) -> None:
         self._hits.clear()
+        self._num_forgotten += 1
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -195,7 +197,7 @@ class _StoredKeys:
             self._asked.clear()
 
     async def _answer(self, digests: list[bytes]) -> None:
-        asked_at = time.monotonic()
+        asked_at, num_forgotten = time.monotonic(), self._num_forgotten
         found: dict[bytes, Caller] = {}
         error: Exception | None = None
         query = self._start(self._query(digests))
@@ -211,6 +213,9 @@ class _StoredKeys:
             error = Unavailable("The database did not answer. Try again later.", code="database_unavailable")
         if error is not None:
             self._failed_at = time.monotonic()
+        if error is None and num_forgotten != self._num_forgotten:
+            # what was read may be older than the change: those who wait are answered by another query
+            return
         for digest in digests:
             caller = found.get(digest)
             if error is None:

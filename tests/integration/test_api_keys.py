@@ -567,6 +567,28 @@ class TestCache:
         self.run(api_settings, body)
         assert queries == [1]
 
+    def test_an_answer_that_was_asked_for_before_a_change_is_asked_for_again(
+        self, client: TestClient, api_settings: Settings, queries: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(auth, "MAX_AGE_SECONDS", 600.0)
+        key = create_key(client)
+        header = [bearer(key)["Authorization"]]
+        query = auth._StoredKeys._query  # pyright: ignore[reportPrivateUsage]
+
+        async def body(api_keys: ApiKeys) -> None:
+            async def changed_meanwhile(held: Any, digests: list[bytes]) -> Any:
+                found = await query(held, digests)
+                if len(queries) == 1:
+                    assert client.post(f"/v1/api_keys/{key['id']}/revoke").status_code == 200
+                    api_keys.forget()
+                return found
+
+            monkeypatch.setattr(auth._StoredKeys, "_query", changed_meanwhile)  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(Unauthorized):
+                await api_keys.caller(header)
+
+        self.run(api_settings, body)
+
     def test_a_flood_of_wrong_keys_costs_few_queries_and_bounded_memory(
         self, client: TestClient, api_settings: Settings, queries: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
