@@ -101,3 +101,30 @@ def test_a_list_of_a_state_that_nothing_is_in_reads_none_of_the_log(filled: Conn
         "ix_webhook_deliveries_project_state"
     ]
     assert rows_read(plan, "webhook_deliveries") == 0
+
+
+def test_origins_and_deleted_endpoints_are_forgotten_with_their_log(stack: SharedStack) -> None:
+    settings = stack.settings(**LOCAL)
+    hooks = Hooks(settings)
+    hooks.clear()
+    hooks.project_secret()
+    deleted, _ = hooks.register("https://127.0.0.1/deleted")
+    hooks.set_endpoint(deleted, state="disabled", deleted_at=text("now() - interval '2 days'"))
+    registered, _ = hooks.register("https://127.0.0.1/")
+    hooks.set_endpoint(registered, state="disabled")
+    used, unused = (hooks.delivery(job_id=hooks.completed(f"https://127.0.0.{n}/").id).endpoint_id for n in (1, 2))
+    with hooks.engine.begin() as connection:
+        connection.execute(text("UPDATE webhook_deliveries SET next_at = now() + interval '1 hour'"))
+        connection.execute(text("UPDATE webhook_endpoints SET created_at = now() - interval '2 days'"))
+        connection.execute(text("DELETE FROM webhook_deliveries WHERE endpoint_id = :id"), {"id": unused})
+
+    def kept() -> set[str]:
+        with hooks.engine.connect() as connection:
+            return set(connection.execute(text("SELECT id FROM webhook_endpoints")).scalars())
+
+    assert kept() == {deleted, registered, used, unused}
+    with SenderThread(settings):
+        wait_until(lambda: kept() == {registered, used})
+    job = hooks.completed("https://127.0.0.2/")
+    assert hooks.delivery(job_id=job.id).endpoint_id == unused
+    hooks.close()

@@ -408,6 +408,30 @@ DELETE FROM outbox WHERE id IN (
     return old_deliveries.bindparams(**values), old_events.bindparams(**values)
 
 
+_IS_UNUSED = """(e.origin IS NOT NULL OR e.deleted_at < now() - interval '1 day')
+    AND e.created_at < now() - interval '1 day'
+    AND NOT EXISTS (SELECT FROM webhook_deliveries AS d WHERE d.endpoint_id = e.id)"""
+
+
+def unused_endpoints() -> TextClause:
+    """Ids of some origins of jobs' own URLs and deleted endpoints that nothing in the log is of."""
+    return text(f"SELECT e.id FROM webhook_endpoints AS e WHERE {_IS_UNUSED} LIMIT 1000")
+
+
+def forget_endpoints(endpoint_ids: Collection[str]) -> tuple[TextClause, TextClause, TextClause]:
+    """Remove those of these that are still unused, in one transaction. Fails when the table is too busy.
+
+    An event that finds its origin there must find it still when its delivery is written: the lock keeps events out.
+    """
+    return (
+        text("SET LOCAL lock_timeout = '100ms'"),
+        text("LOCK TABLE webhook_endpoints IN SHARE ROW EXCLUSIVE MODE"),
+        text(f"DELETE FROM webhook_endpoints AS e WHERE e.id = ANY (:ids) AND {_IS_UNUSED}").bindparams(
+            ids=list(endpoint_ids)
+        ),
+    )
+
+
 _FIRST = """
 WITH RECURSIVE waiting AS (
     (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)

@@ -266,6 +266,11 @@ class Sender:
                     count = len((await connection.execute(statement)).all())
                 if count:
                     log.info("webhook_rows_tidied", count=count)
+        async with self._engine.begin() as connection:
+            unused = (await connection.execute(deliveries.unused_endpoints())).scalars().all()
+            if unused:
+                for statement in deliveries.forget_endpoints(unused):
+                    await connection.execute(statement)
 
 
 def _by_job(claimed: Iterable[Claimed]) -> list[list[Claimed]]:
