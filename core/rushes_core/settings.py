@@ -43,7 +43,7 @@ class DatabaseSettings(BaseSettings):
 class Settings(DatabaseSettings):
     """One frozen object per process; nothing else reads the environment."""
 
-    redis_url: Annotated[NonEmpty, Field(repr=False)]
+    redis_url: Annotated[NonEmpty, Field(repr=False, pattern="^rediss?://.")]
     """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
 
     s3_bucket: NonEmpty

@@ -27,6 +27,12 @@ def test_a_lease_must_outlive_two_heartbeats() -> None:
         Settings(**REQUIRED, heartbeat_seconds=20)
 
 
+@pytest.mark.parametrize("url", ["foo", "http://127.0.0.1/0", "redis://", "127.0.0.1:6379"])
+def test_an_address_of_redis_that_is_none_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ValidationError, match="redis_url"):
+        Settings(**REQUIRED | {"redis_url": url})
+
+
 SECRETS: dict[str, Any] = REQUIRED | {
     "database_url": "postgresql+psycopg://u:hush@127.0.0.1/d",
     "redis_url": "redis://:hush@127.0.0.1/0",
