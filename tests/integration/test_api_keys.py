@@ -361,6 +361,8 @@ class TestScopes:
             return "admin"
         if path.startswith("/v1/webhook"):
             return "webhooks"
+        if path.startswith("/v1/files"):
+            return "batches"
         return "videos:read" if method == "GET" else "videos:write"
 
     def test_every_route_needs_its_scope_and_says_which(self, client: TestClient) -> None:
