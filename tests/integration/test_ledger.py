@@ -172,6 +172,7 @@ def test_a_plan_for_an_empty_queue_is_not_kept_for_a_full_one(
     read = text("SELECT seq_tup_read FROM pg_stat_user_tables WHERE relname = 'jobs'")
     with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE jobs"))
+        made_after = connection.execute(text("SELECT now()")).scalar_one()
     ledger = Ledger(settings, replica_id=REPLICA, model=MODEL)
     for _ in range(3):
         assert ledger.claim(()) is None
@@ -189,7 +190,10 @@ def test_a_plan_for_an_empty_queue_is_not_kept_for_a_full_one(
         assert ledger.claim(()) is not None
     # what a backend counted is known when it has ended
     ledger.close()
-    backends = text("SELECT FROM pg_stat_activity WHERE query LIKE '%WITH ready AS%' AND pid <> pg_backend_pid()")
+    backends = text(
+        "SELECT FROM pg_stat_activity WHERE query LIKE '%WITH ready AS%' AND backend_start > :made_after"
+        " AND pid <> pg_backend_pid()"
+    ).bindparams(made_after=made_after)
     with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         wait_until(lambda: not connection.execute(backends).all())
         assert connection.execute(read).scalar_one() - before < 3000
