@@ -1,7 +1,6 @@
 """What the routes that manage something share: bodies of JSON, times, and what is not there."""
 
 from collections.abc import Mapping
-from datetime import datetime
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -41,10 +40,6 @@ SentMembers = Annotated[Mapping[str, Any], Depends(_members)]
 def given(members: Mapping[str, Any]) -> dict[str, Any]:
     """`members` without those that are null, for bodies in which that is the same as absent."""
     return {name: value for name, value in members.items() if value is not None}
-
-
-def unix(time: datetime | None) -> int | None:
-    return None if time is None else int(time.timestamp())
 
 
 def no_such_project(name: str) -> ApiError:

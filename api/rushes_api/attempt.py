@@ -5,10 +5,11 @@ from hashlib import sha256
 from typing import Literal
 
 from rushes_core.models import JobAttempt
+from rushes_core.moment import unix_or_none
 from rushes_core.states import JobState
 
 from rushes_api.page import Listed
-from rushes_api.video import VideoError, error_of, unix_or_none
+from rushes_api.video import VideoError, error_of
 
 _ID = re.compile(r"attempt_([0-9]{1,18})", re.ASCII)
 

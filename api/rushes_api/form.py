@@ -159,31 +159,21 @@ def _utf8(data: bytes, what: str) -> str:
         raise InvalidForm(f"{what} is not valid UTF-8: byte 0x{data[error.start]:02x} at {error.start}") from error
 
 
-class _Collector:
-    """Gathers what the parser reports."""
+class HeaderCollector:
+    """Puts the headers of a part together from the pieces that the parser reports."""
 
-    def __init__(self, max_parts: int) -> None:
-        self.parts: list[_Part] = []
-        self.is_complete = False
-        self._max_parts = max_parts
+    def __init__(self) -> None:
+        self._headers: dict[str, str] = {}
         self._name = b""
         self._value = b""
 
-    def callbacks(self) -> Any:
+    def header_callbacks(self) -> dict[str, Any]:
         return {
-            "on_part_begin": self._part_begin,
             "on_header_begin": self._header_begin,
             "on_header_field": self._header_field,
             "on_header_value": self._header_value,
             "on_header_end": self._header_end,
-            "on_part_data": self._part_data,
-            "on_end": self._end,
         }
-
-    def _part_begin(self) -> None:
-        if len(self.parts) == self._max_parts:
-            raise InvalidForm(f"the form has more than the {self._max_parts} fields that are read")
-        self.parts.append(_Part())
 
     def _header_begin(self) -> None:
         self._name = self._value = b""
@@ -195,7 +185,32 @@ class _Collector:
         self._value += data[start:end]
 
     def _header_end(self) -> None:
-        self.parts[-1].headers[self._name.decode("latin-1").lower()] = self._value.decode("latin-1")
+        self._headers[self._name.decode("latin-1").lower()] = self._value.decode("latin-1")
+
+
+class _Collector(HeaderCollector):
+    """Gathers what the parser reports."""
+
+    def __init__(self, max_parts: int) -> None:
+        super().__init__()
+        self.parts: list[_Part] = []
+        self.is_complete = False
+        self._max_parts = max_parts
+
+    def callbacks(self) -> Any:
+        return {
+            **self.header_callbacks(),
+            "on_part_begin": self._part_begin,
+            "on_part_data": self._part_data,
+            "on_end": self._end,
+        }
+
+    def _part_begin(self) -> None:
+        if len(self.parts) == self._max_parts:
+            raise InvalidForm(f"the form has more than the {self._max_parts} fields that are read")
+        part = _Part()
+        self.parts.append(part)
+        self._headers = part.headers
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         self.parts[-1].data += data[start:end]

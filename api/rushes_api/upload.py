@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from rushes_api.body import MULTIPART, parse_json
 from rushes_api.boundary import ANSWER_WITHIN, ASKS_DATABASE
 from rushes_api.errors import ApiError, BodyTooLarge, Unavailable, UnsupportedMedia
-from rushes_api.form import InvalidForm, PartHead, Value, assemble, part_head, split_header
+from rushes_api.form import HeaderCollector, InvalidForm, PartHead, Value, assemble, part_head, split_header
 
 log = get_logger(__name__)
 
@@ -217,10 +217,11 @@ async def _paced(request: Request, *, max_bytes: int) -> AsyncIterator[bytes]:
         yield chunk
 
 
-class _Form:
+class _Form(HeaderCollector):
     """Gathers what the parser reports; of the file only what has not been stored."""
 
     def __init__(self, max_bytes: int) -> None:
+        super().__init__()
         self.unstored = bytearray()
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -229,18 +230,12 @@ class _Form:
         self._seen: set[str] = set()
         self._is_complete = False
         self._head: PartHead | None = None
-        self._headers: dict[str, str] = {}
         self._text = bytearray()
-        self._name = b""
-        self._value = b""
 
     def callbacks(self) -> Any:
         return {
+            **self.header_callbacks(),
             "on_part_begin": self._part_begin,
-            "on_header_begin": self._header_begin,
-            "on_header_field": self._header_field,
-            "on_header_value": self._header_value,
-            "on_header_end": self._header_end,
             "on_headers_finished": self._headers_finished,
             "on_part_data": self._part_data,
             "on_part_end": self._part_end,
@@ -273,18 +268,6 @@ class _Form:
     def _part_begin(self) -> None:
         self._headers = {}
         self._text = bytearray()
-
-    def _header_begin(self) -> None:
-        self._name = self._value = b""
-
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._name += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _header_end(self) -> None:
-        self._headers[self._name.decode("latin-1").lower()] = self._value.decode("latin-1")
 
     def _headers_finished(self) -> None:
         self._head = head = part_head(self._headers)

@@ -6,12 +6,13 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from rushes_core.clip import FPS
 from rushes_core.models import Job
+from rushes_core.moment import unix_or_none
 from rushes_core.request import ResolvedRequest
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState
 
 from rushes_api.eta import Outlook
-from rushes_api.video import PRIORITY_NAMES, unix_or_none
+from rushes_api.video import PRIORITY_NAMES
 
 
 class Estimate(BaseModel):

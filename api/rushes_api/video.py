@@ -9,6 +9,7 @@ from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
 from rushes_core.fields import PRIORITIES
 from rushes_core.holds import CONCURRENCY
 from rushes_core.models import Job
+from rushes_core.moment import unix_or_none
 from rushes_core.redact import without_places
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, Phase
@@ -266,10 +267,6 @@ RETRYABLE_ERRORS: dict[str, bool] = {
     "deadline_exceeded": True,
 }
 """Every code that an ended job may have, and whether it may end otherwise when it is retried."""
-
-
-def unix_or_none(time: datetime | None) -> int | None:
-    return None if time is None else int(time.timestamp())
 
 
 def error_of(error: dict[str, Any] | None) -> VideoError | None:

@@ -1,6 +1,7 @@
 """The values of a request's fields: what each may be, and its JSON schema."""
 
 import re
+from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
@@ -239,3 +240,25 @@ class Output(Fields):
     thumbnail: bool | None = None
     key_prefix: KeyPrefix | None = None
     bucket: Annotated[str, Field(max_length=63)] | None = None
+
+
+def some_of(known: Collection[str]) -> Callable[[object], list[str]]:
+    """A check for a list of some of the `known` words, which puts them in their order and drops repetitions."""
+
+    def check(value: object) -> list[str]:
+        words = cast("list[object]", value) if isinstance(value, list) else []
+        # a tuple: what is no word need not be hashable
+        if words and all(word in tuple(known) for word in words):
+            return [word for word in known if word in words]
+        raise PydanticCustomError(
+            "invalid_value",
+            "must be a list of one or more of {known}, got {value}",
+            {"known": ", ".join(known), "value": shown(cast("object", value))},
+        )
+
+    return check
+
+
+def some_of_schema(known: Collection[str]) -> WithJsonSchema:
+    """The JSON schema of what `some_of` takes."""
+    return WithJsonSchema({"type": "array", "items": {"type": "string", "enum": list(known)}, "minItems": 1})

@@ -5,7 +5,7 @@ Nothing here executes: the asynchronous API and the command line run the same st
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -20,7 +20,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.fields import PRIORITIES, Moment, shown
+from rushes_core.fields import PRIORITIES, Moment, shown, some_of, some_of_schema
 from rushes_core.ids import new_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage, Job, Project
 from rushes_core.parsing import refusal
@@ -110,23 +110,6 @@ def _name(value: object) -> str:
     )
 
 
-def _words(known: Collection[str]) -> Callable[[object], list[str]]:
-    """A check for a list of some of the `known` words, which puts them in their order and drops repetitions."""
-
-    def check(value: object) -> list[str]:
-        words = cast("list[object]", value) if isinstance(value, list) else []
-        # a tuple: what is no word need not be hashable
-        if words and all(word in tuple(known) for word in words):
-            return [word for word in known if word in words]
-        raise PydanticCustomError(
-            "invalid_value",
-            "must be a list of one or more of {known}, got {value}",
-            {"known": ", ".join(known), "value": shown(cast("object", value))},
-        )
-
-    return check
-
-
 def _compat(value: object) -> str | None:
     if value is None or value in COMPAT:
         return cast("str | None", value)
@@ -139,18 +122,14 @@ def _ahead(moment: datetime) -> datetime:
     raise PydanticCustomError("invalid_value", "must lie ahead, got {value}", {"value": moment.isoformat()})
 
 
-def _word_schema(known: Sequence[str]) -> WithJsonSchema:
-    return WithJsonSchema({"type": "array", "items": {"type": "string", "enum": list(known)}, "minItems": 1})
-
-
 ProjectName = Annotated[
     str, BeforeValidator(_project), WithJsonSchema({"type": "string", "pattern": f"^{_PROJECT.pattern}$"})
 ]
 KeyName = Annotated[
     str, BeforeValidator(_name), WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_NAME})
 ]
-Scopes = Annotated[list[str], BeforeValidator(_words(SCOPES)), _word_schema(SCOPES)]
-Priorities = Annotated[list[str], BeforeValidator(_words(PRIORITIES)), _word_schema(list(PRIORITIES))]
+Scopes = Annotated[list[str], BeforeValidator(some_of(SCOPES)), some_of_schema(SCOPES)]
+Priorities = Annotated[list[str], BeforeValidator(some_of(PRIORITIES)), some_of_schema(list(PRIORITIES))]
 Compat = Annotated[
     str | None,
     BeforeValidator(_compat),

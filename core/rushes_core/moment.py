@@ -1,4 +1,4 @@
-"""Points in time and durations as clients write them."""
+"""Points in time and durations as clients write and read them."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -46,3 +46,8 @@ def parse_duration(text: str) -> timedelta:
         raise ValueError("must be a duration such as 90m, 1h30m, 2d or 45s")
     days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def unix_or_none(time: datetime | None) -> int | None:
+    """Whole Unix seconds, as clients read them."""
+    return None if time is None else int(time.timestamp())

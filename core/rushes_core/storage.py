@@ -440,12 +440,6 @@ def content_disposition(filename: str, *, kind: str = "inline") -> str:
     return f"{kind}; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(filename, safe='')}"
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _pieces(key: str, body: Any) -> Iterator[bytes]:
     with _translated(key):
         try:

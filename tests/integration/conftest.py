@@ -1,4 +1,4 @@
-"""The API in this process, on a database of the module's own; a module may have other settings."""
+"""What several modules start: the API in this process, the receivers of webhooks; a module may have other settings."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,9 @@ from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver
 from support.checkpoints import tiny_checkpoint
+from support.receiver import Receiver
 from support.stack import SharedStack
+from support.webhooks import Hooks, SenderThread
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +29,28 @@ def driver(api_settings: Settings) -> Iterator[JobDriver]:
     driver = JobDriver(api_settings)
     yield driver
     driver.close()
+
+
+@pytest.fixture(scope="module")
+def module_hooks(settings: Settings) -> Iterator[Hooks]:
+    hooks = Hooks(settings)
+    yield hooks
+    hooks.close()
+
+
+@pytest.fixture
+def hooks(module_hooks: Hooks) -> Hooks:
+    module_hooks.clear()
+    return module_hooks
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
+    with SenderThread(settings) as sender:
+        yield sender

@@ -10,8 +10,9 @@ from botocore.exceptions import BotoCoreError
 from rushes_core import storage
 from rushes_core.errors import StorageError
 from rushes_core.settings import Settings
-from rushes_core.storage import Destination, ObjectStore, content_disposition, file_sha256, result_key
+from rushes_core.storage import Destination, ObjectStore, content_disposition, result_key
 from support.faults.proxy import Request, S3Fault, S3Proxy
+from support.media import file_sha256
 from support.proxy import FreezableProxy
 from support.stack import SharedStack, s3_client, settings_of
 

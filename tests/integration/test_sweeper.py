@@ -14,11 +14,12 @@ from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from rushes_core.storage import RESULTS, Destination, ObjectStore, file_sha256, job_prefix, result_key
+from rushes_core.storage import RESULTS, Destination, ObjectStore, job_prefix, result_key
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 from support.job_rows import ERROR, RESULT, JobRows, wait_past_restart
+from support.media import file_sha256
 from support.stack import s3_client
 
 DAY = timedelta(days=1)

@@ -36,25 +36,6 @@ def client(settings: Settings) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def module_hooks(settings: Settings) -> Iterator[Hooks]:
-    hooks = Hooks(settings)
-    yield hooks
-    hooks.close()
-
-
-@pytest.fixture
-def hooks(module_hooks: Hooks) -> Hooks:
-    module_hooks.clear()
-    return module_hooks
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        yield receiver
-
-
 def answered(answer: httpx.Response) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     members: dict[str, Any] = answer.json()

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +37,6 @@ AWKWARD = {"title": 'día "ひまわり" 🌻\\ \n\t<script>\u2028', "字": "第
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
     return stack.settings(**LOCAL, webhook_ed25519_key=ED25519_KEY, webhook_timeout_seconds=5)
-
-
-@pytest.fixture(scope="module")
-def module_hooks(settings: Settings) -> Iterator[Hooks]:
-    hooks = Hooks(settings)
-    yield hooks
-    hooks.close()
-
-
-@pytest.fixture
-def hooks(module_hooks: Hooks) -> Hooks:
-    module_hooks.clear()
-    return module_hooks
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture
-def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
-    with SenderThread(settings) as sender:
-        yield sender
 
 
 def unwrapped(received: Received, secret: str, *, line: int) -> dict[str, Any]:

@@ -44,19 +44,6 @@ def api(settings: Settings) -> Iterator[ThreadedApi]:
 
 
 @pytest.fixture(scope="module")
-def module_hooks(settings: Settings) -> Iterator[Hooks]:
-    hooks = Hooks(settings)
-    yield hooks
-    hooks.close()
-
-
-@pytest.fixture
-def hooks(module_hooks: Hooks) -> Hooks:
-    module_hooks.clear()
-    return module_hooks
-
-
-@pytest.fixture(scope="module")
 def client(api: ThreadedApi) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=api.url, headers=AUTHORIZED, trust_env=False, timeout=30) as client:
         yield client

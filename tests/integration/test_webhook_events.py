@@ -1,7 +1,6 @@
 """Which events there are, their order, and who is told: from the transitions of jobs to rows and receivers."""
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -22,19 +21,6 @@ URL = "https://8.8.8.8/hook"
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
     return stack.settings(**LOCAL, webhook_timeout_seconds=5)
-
-
-@pytest.fixture(scope="module")
-def module_hooks(settings: Settings) -> Iterator[Hooks]:
-    hooks = Hooks(settings)
-    yield hooks
-    hooks.close()
-
-
-@pytest.fixture
-def hooks(module_hooks: Hooks) -> Hooks:
-    module_hooks.clear()
-    return module_hooks
 
 
 def told(hooks: Hooks) -> list[str]:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -30,31 +29,6 @@ TIMEOUT_SECONDS = 1.5
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
     return stack.settings(**LOCAL, webhook_timeout_seconds=TIMEOUT_SECONDS)
-
-
-@pytest.fixture(scope="module")
-def module_hooks(settings: Settings) -> Iterator[Hooks]:
-    hooks = Hooks(settings)
-    yield hooks
-    hooks.close()
-
-
-@pytest.fixture
-def hooks(module_hooks: Hooks) -> Hooks:
-    module_hooks.clear()
-    return module_hooks
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture
-def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
-    with SenderThread(settings) as sender:
-        yield sender
 
 
 class TestAnswers:

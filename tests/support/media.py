@@ -1,5 +1,6 @@
 """Synthetic pictures and sound, files that are right or wrong in one respect, and independent readers of MP4s."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -189,3 +190,9 @@ def box_order(data: bytes) -> list[str]:
         kinds.append(data[offset + 4 : offset + 8].decode())
         offset += int.from_bytes(data[offset : offset + 4], "big")
     return kinds
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,11 +10,11 @@ from rushes_core import files
 from rushes_core.fields import printable
 from rushes_core.ids import is_file_id, new_file_id
 from rushes_core.models import File
+from rushes_core.moment import unix_or_none
 from rushes_core.settings import Settings
 from rushes_core.storage import content_disposition, file_key
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admin import unix
 from rushes_api.admission import KEY_HEADER
 from rushes_api.body import MULTIPART
 from rushes_api.content import Representation, stream
@@ -95,8 +95,8 @@ def _describe(file: File) -> dict[str, Any]:
         "id": file.id,
         "object": "file",
         "bytes": file.bytes,
-        "created_at": unix(file.created_at),
-        "expires_at": unix(file.expires_at),
+        "created_at": unix_or_none(file.created_at),
+        "expires_at": unix_or_none(file.expires_at),
         "filename": file.filename,
         "purpose": file.purpose,
         "status": "processed",

@@ -11,11 +11,12 @@ from pydantic import BaseModel
 from rushes_core import backlog, keys
 from rushes_core.fields import PRIORITIES
 from rushes_core.models import Job
+from rushes_core.moment import unix_or_none
 from rushes_core.states import JobState
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admin import no_such_project, unix
+from rushes_api.admin import no_such_project
 from rushes_api.admission import NO_BODY
 from rushes_api.auth import Caller
 from rushes_api.deps import AppState, CurrentCaller, State, query
@@ -131,7 +132,7 @@ async def _view(project: str, session: AsyncSession, state: State) -> QueueObjec
         object="queue",
         project=project,
         paused=bool(pauses),
-        paused_at=unix(min((pause.paused_at for pause in pauses), default=None)),
+        paused_at=unix_or_none(min((pause.paused_at for pause in pauses), default=None)),
         queued=queued,
         in_progress=sum(each.in_progress for each in classes),
         reasons=reasons,

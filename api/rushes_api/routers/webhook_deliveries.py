@@ -11,12 +11,13 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import Moment, printable, shown
 from rushes_core.ids import is_delivery_id, is_endpoint_id, is_video_id, new_delivery_id
+from rushes_core.moment import unix_or_none
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.events import EVENT_TYPES, EventTypes
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admin import json_body, unix
+from rushes_api.admin import json_body
 from rushes_api.admission import KEY_HEADER
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
 from rushes_api.errors import ApiError, responses
@@ -99,7 +100,7 @@ def _describe(delivery: WebhookDelivery, endpoint: WebhookEndpoint) -> dict[str,
     return {
         "id": delivery.id,
         "object": "webhook_delivery",
-        "created_at": unix(delivery.created_at),
+        "created_at": unix_or_none(delivery.created_at),
         "kind": delivery.kind,
         "event_id": delivery.event_id,
         "event_type": delivery.type,
@@ -111,8 +112,8 @@ def _describe(delivery: WebhookDelivery, endpoint: WebhookEndpoint) -> dict[str,
         "num_attempts": delivery.attempts,
         "last_status_code": delivery.last_status,
         "last_error": delivery.last_error,
-        "next_attempt_at": unix(delivery.next_at) if delivery.state == "pending" else None,
-        "finished_at": unix(delivery.finished_at),
+        "next_attempt_at": unix_or_none(delivery.next_at) if delivery.state == "pending" else None,
+        "finished_at": unix_or_none(delivery.finished_at),
     }
 
 

@@ -11,13 +11,14 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import printable, shown
 from rushes_core.ids import is_endpoint_id, new_delivery_id, new_test_event_id
+from rushes_core.moment import unix_or_none
 from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.events import EVENT_TYPES
 from rushes_core.webhooks.signing import SigningSecret
 from rushes_core.webhooks.tables import WebhookDelivery, WebhookEndpoint, WebhookSecret
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from rushes_api.admin import given, json_body, read_members, unix
+from rushes_api.admin import given, json_body, read_members
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
 from rushes_api.errors import ApiError, Unavailable, responses
 from rushes_api.once import Call, take_effect
@@ -116,8 +117,8 @@ def _describe(endpoint: WebhookEndpoint) -> dict[str, Any]:
     return {
         "id": endpoint.id,
         "object": "webhook_endpoint",
-        "created_at": unix(endpoint.created_at),
-        "updated_at": unix(endpoint.updated_at),
+        "created_at": unix_or_none(endpoint.created_at),
+        "updated_at": unix_or_none(endpoint.updated_at),
         "name": endpoint.name,
         "url": endpoint.url,
         "event_types": endpoint.event_types,
@@ -125,8 +126,8 @@ def _describe(endpoint: WebhookEndpoint) -> dict[str, Any]:
         "enabled": endpoint.state == "enabled",
         "disabled_reason": endpoint.disabled_reason,
         "consecutive_failures": endpoint.failures,
-        "paused_until": unix(endpoint.open_until),
-        "previous_secret_until": unix(endpoint.previous_until),
+        "paused_until": unix_or_none(endpoint.open_until),
+        "previous_secret_until": unix_or_none(endpoint.previous_until),
     }
 
 
@@ -415,9 +416,9 @@ def _describe_secret(found: WebhookSecret) -> dict[str, Any]:
     return {
         "object": "webhook_secret",
         "signing_secret_hint": found.hint,
-        "created_at": unix(found.created_at),
-        "updated_at": unix(found.updated_at),
-        "previous_secret_until": unix(found.previous_until),
+        "created_at": unix_or_none(found.created_at),
+        "updated_at": unix_or_none(found.updated_at),
+        "previous_secret_until": unix_or_none(found.previous_until),
     }
 
 

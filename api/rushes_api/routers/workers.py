@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from rushes_core import replicas
 from rushes_core.fields import printable
 from rushes_core.models import Replica
+from rushes_core.moment import unix_or_none
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from rushes_api.admin import unix
 from rushes_api.admission import NO_BODY
 from rushes_api.auth import Caller
 from rushes_api.deps import AdminCaller, AppState, NoQuery, Session, State, query
@@ -145,7 +145,7 @@ def _worker(replica: Replica, overdue_at: datetime) -> Worker:
         job_id=replica.job_id,
         started_at=int(replica.started_at.timestamp()),
         last_seen_at=int(replica.last_seen.timestamp()),
-        drain_requested_at=unix(replica.drain_requested_at),
+        drain_requested_at=unix_or_none(replica.drain_requested_at),
         rank_groups=replica.epoch,
         failures_in_a_row=int(detail.get("failures", 0)),
         crashed_jobs=[str(job_id) for job_id in detail.get("crashed_jobs", [])],

@@ -89,7 +89,7 @@ class Outcome:
 _LOCK = text("SELECT pg_advisory_xact_lock(738764376)")
 
 # every endpoint with pending deliveries costs one probe of the index, however many there are of it
-_CLAIM = text("""
+_WAITING = """
 WITH RECURSIVE waiting AS (
     (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)
     UNION ALL
@@ -97,7 +97,10 @@ WITH RECURSIVE waiting AS (
         SELECT d.endpoint_id FROM webhook_deliveries AS d
         WHERE d.state = 'pending' AND d.endpoint_id > waiting.endpoint_id ORDER BY d.endpoint_id LIMIT 1
     ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
-), busy AS (
+)"""
+_CLAIM = text(
+    _WAITING
+    + """, busy AS (
     SELECT endpoint_id, count(*) AS count FROM webhook_deliveries WHERE state = 'delivering' GROUP BY endpoint_id
 ), held AS (
     SELECT * FROM jsonb_to_recordset(CAST(:held AS jsonb)) AS held (
@@ -153,7 +156,8 @@ FROM claimed JOIN webhook_endpoints AS e ON e.id = claimed.endpoint_id
     LEFT JOIN outbox AS o ON o.event_id = claimed.event_id
     LEFT JOIN jobs AS j ON j.id = claimed.job_id
 ORDER BY claimed.next_at
-""")
+"""
+)
 
 
 def lock_claims() -> TextClause:
@@ -432,15 +436,9 @@ def forget_endpoints(endpoint_ids: Collection[str]) -> tuple[TextClause, TextCla
     )
 
 
-_FIRST = """
-WITH RECURSIVE waiting AS (
-    (SELECT endpoint_id FROM webhook_deliveries WHERE state = 'pending' ORDER BY endpoint_id LIMIT 1)
-    UNION ALL
-    SELECT (
-        SELECT d.endpoint_id FROM webhook_deliveries AS d
-        WHERE d.state = 'pending' AND d.endpoint_id > waiting.endpoint_id ORDER BY d.endpoint_id LIMIT 1
-    ) FROM waiting WHERE waiting.endpoint_id IS NOT NULL
-), first AS (
+_FIRST = (
+    _WAITING
+    + """, first AS (
     SELECT next.next_at FROM waiting JOIN webhook_endpoints AS e ON e.id = waiting.endpoint_id, LATERAL (
         SELECT next_at FROM webhook_deliveries AS d
         WHERE d.endpoint_id = e.id AND d.state = 'pending' ORDER BY next_at LIMIT 1
@@ -449,6 +447,7 @@ WITH RECURSIVE waiting AS (
         AND (e.open_until IS NULL OR e.open_until <= now())
 )
 """
+)
 
 
 def is_any_due() -> TextClause:

@@ -2,12 +2,11 @@
 
 import json
 from datetime import UTC, datetime
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
-from rushes_core.fields import shown
+from rushes_core.fields import some_of, some_of_schema
 from rushes_core.redact import without_places
 
 STARTED = "video.started"
@@ -21,23 +20,8 @@ SAMPLE_VIDEO = "video_00000000000000000000000000"
 """The job that test events tell of. There is none."""
 
 
-def event_types(value: object) -> list[str]:
-    """Some of `EVENT_TYPES`, in their order and each once."""
-    words = cast("list[object]", value) if isinstance(value, list) else []
-    if words and all(word in EVENT_TYPES for word in words):
-        return [word for word in EVENT_TYPES if word in words]
-    raise PydanticCustomError(
-        "invalid_value",
-        "must be a list of one or more of {known}, got {value}",
-        {"known": ", ".join(EVENT_TYPES), "value": shown(cast("object", value))},
-    )
-
-
-EventTypes = Annotated[
-    list[str],
-    BeforeValidator(event_types),
-    WithJsonSchema({"type": "array", "items": {"type": "string", "enum": list(EVENT_TYPES)}, "minItems": 1}),
-]
+EventTypes = Annotated[list[str], BeforeValidator(some_of(EVENT_TYPES)), some_of_schema(EVENT_TYPES)]
+"""Some of `EVENT_TYPES`, in their order and each once."""
 Url = Annotated[str, Field(max_length=100_000), WithJsonSchema({"type": "string", "format": "uri", "maxLength": 2048})]
 """Checked by the guard, which says more."""
 
