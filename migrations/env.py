@@ -1,10 +1,14 @@
 """Runs the revisions, one transaction each, one process at a time, never waiting long for a lock."""
 
 import time
+from importlib import import_module
 
 from alembic import context
-from rushes_core.webhooks.tables import Base
+from rushes_core.models import Base
 from sqlalchemy import create_engine, pool, text
+
+for part in ("campaigns", "webhooks"):
+    import_module(f"rushes_core.{part}.tables")
 
 ADVISORY_LOCK = 7_387_643_741
 

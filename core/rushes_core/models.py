@@ -69,7 +69,11 @@ class Project(Base):
     __tablename__ = "projects"
 
     name: Mapped[str] = mapped_column(primary_key=True)
+    weight: Mapped[float] = mapped_column(Double(), server_default=text("1"))
+    """Its share of the GPUs beside those of other projects that have work."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (CheckConstraint("weight > 0", name="weight_is_positive"),)
 
 
 class ApiKey(Base):
@@ -144,7 +148,8 @@ class Job(Base):
     priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("1"))
     """0 interactive, 1 normal, 2 bulk."""
     hold: Mapped[str | None] = mapped_column(String(16))
-    """Why a queued job may not be claimed yet: `concurrency`, its key has `max_running` jobs that may."""
+    """Why a queued job may not be claimed yet: `concurrency`, its key has `max_running` jobs that may; `campaign`, its
+    campaign has not opened it."""
 
     model: Mapped[str]
     prompt: Mapped[str]
@@ -156,6 +161,17 @@ class Job(Base):
     """What the client asked for in its own terms: `seconds`, `size`, `metadata`."""
     remixed_from: Mapped[str | None]
     """Id of the job that it was made from."""
+    campaign_id: Mapped[str | None]
+    line: Mapped[int | None]
+    """Physical line of the campaign's file, from 1."""
+    custom_id: Mapped[str | None]
+    """The client's name for it, one of a kind in its campaign."""
+    start_by: Mapped[datetime | None]
+    """An attempt that has not started by then goes back to its campaign: it could not finish in time."""
+    stop_at: Mapped[datetime | None]
+    """An attempt that still runs then goes back to its campaign."""
+    charged: Mapped[float | None] = mapped_column(Double())
+    """What the last claim charged its project, on the shared clock."""
 
     generation: Mapped[int] = mapped_column(server_default=text("1"))
     """Counts the retries in place: what follows is of this generation, and history tells of the earlier ones."""
@@ -271,6 +287,23 @@ class Job(Base):
             "ix_jobs_retain_until",
             "retain_until",
             postgresql_where=text(f"retain_until IS NOT NULL AND {RESULT_RETAINED}"),
+        ),
+        Index(
+            "uq_jobs_campaign_line",
+            "campaign_id",
+            "line",
+            unique=True,
+            postgresql_where=text("campaign_id IS NOT NULL"),
+        ),
+        Index(
+            "uq_jobs_campaign_custom_id",
+            "campaign_id",
+            "custom_id",
+            unique=True,
+            postgresql_where=text("campaign_id IS NOT NULL"),
+        ),
+        Index(
+            "ix_jobs_campaign_state", "campaign_id", "state", "line", postgresql_where=text("campaign_id IS NOT NULL")
         ),
         {"postgresql_with": {"fillfactor": 80}},
     )

@@ -1,0 +1,367 @@
+"""campaigns: many jobs of one file, counted as they move, and weights of projects
+
+Revision: 5b1e9c07d2a4, after a47d90be6c13. The previous release is still running while this one runs: it makes no jobs
+of campaigns, and what it moves of them is counted by the triggers.
+"""
+
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "5b1e9c07d2a4"
+down_revision = "a47d90be6c13"
+branch_labels = None
+depends_on = None
+
+JOB_COLUMNS = {
+    "campaign_id": sa.Text(),
+    "line": sa.BigInteger(),
+    "custom_id": sa.Text(),
+    "start_by": sa.DateTime(timezone=True),
+    "stop_at": sa.DateTime(timezone=True),
+    "charged": sa.Double(),
+}
+
+# spread over a few rows, so that transactions that move jobs of one campaign wait for each other less often
+COUNT = """
+CREATE FUNCTION count_campaign_job(
+    campaign text, old_state text, new_state text, cost bigint, seconds double precision
+) RETURNS void LANGUAGE sql AS $$
+    INSERT INTO campaign_counts AS counts (
+        campaign_id, shard, queued, in_progress, completed, failed, cancelled, expired, remaining_cost, gpu_seconds
+    )
+    SELECT campaign, pg_backend_pid() % 8,
+        (new_state = 'queued')::int - (old_state = 'queued')::int,
+        (new_state IN ('claimed', 'running'))::int - (old_state IN ('claimed', 'running'))::int,
+        (new_state = 'completed')::int,
+        (new_state = 'failed')::int - (old_state = 'failed')::int,
+        (new_state = 'cancelled')::int - (old_state = 'cancelled')::int,
+        (new_state = 'expired')::int - (old_state = 'expired')::int,
+        cost * (
+            (new_state IN ('queued', 'claimed', 'running'))::int - (old_state IN ('queued', 'claimed', 'running'))::int
+        ),
+        seconds
+    ON CONFLICT (campaign_id, shard) DO UPDATE SET
+        queued = counts.queued + excluded.queued,
+        in_progress = counts.in_progress + excluded.in_progress,
+        completed = counts.completed + excluded.completed,
+        failed = counts.failed + excluded.failed,
+        cancelled = counts.cancelled + excluded.cancelled,
+        expired = counts.expired + excluded.expired,
+        remaining_cost = counts.remaining_cost + excluded.remaining_cost,
+        gpu_seconds = counts.gpu_seconds + excluded.gpu_seconds
+$$;
+"""
+
+# jobs are accepted queued; once a statement, whatever number of jobs it accepts
+ACCEPTED = """
+CREATE OR REPLACE FUNCTION jobs_accepted() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO job_events (job_id, old_state, new_state, generation, attempt, fence)
+    SELECT id, NULL, state, generation, attempt, fence FROM accepted;
+    INSERT INTO project_shares (project) SELECT DISTINCT project FROM accepted ORDER BY project ON CONFLICT DO NOTHING;
+    {campaigns}RETURN NULL;
+END $$;
+"""
+COUNT_ACCEPTED = """INSERT INTO campaign_counts AS counts (campaign_id, shard, queued, remaining_cost)
+    SELECT campaign_id, pg_backend_pid() % 8, count(*), sum(num_frames * width * height / 10000)
+    FROM accepted WHERE campaign_id IS NOT NULL GROUP BY campaign_id
+    ON CONFLICT (campaign_id, shard) DO UPDATE SET
+        queued = counts.queued + excluded.queued,
+        remaining_cost = counts.remaining_cost + excluded.remaining_cost;
+    """
+
+# a statement that moves thousands of jobs counts them itself, once, and says so by the setting
+HISTORY = """
+CREATE OR REPLACE FUNCTION jobs_history() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    seconds double precision := 0;
+    tells boolean := true;
+BEGIN
+    INSERT INTO job_events (job_id, old_state, new_state, generation, attempt, fence)
+    VALUES (NEW.id, OLD.state, NEW.state, NEW.generation, NEW.attempt, NEW.fence);
+    IF OLD.state = 'running' AND OLD.started_at IS NOT NULL THEN
+        seconds := extract(epoch FROM now() - OLD.started_at) * coalesce(
+            (SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = OLD.lease_owner), 1
+        );
+    END IF;
+    IF NEW.campaign_id IS NOT NULL THEN
+        IF current_setting('rushes.counted', true) IS DISTINCT FROM 'on' THEN
+            PERFORM count_campaign_job(
+                NEW.campaign_id, OLD.state, NEW.state, NEW.num_frames * NEW.width * NEW.height / 10000, seconds
+            );
+        END IF;
+        SELECT tell_items INTO tells FROM campaigns WHERE id = NEW.campaign_id;
+    END IF;
+    IF NEW.state = 'claimed' THEN
+        INSERT INTO job_attempts (job_id, fence, generation, attempt, lease_owner)
+        VALUES (NEW.id, NEW.fence, NEW.generation, NEW.attempt, NEW.lease_owner);
+        RETURN NULL;
+    END IF;
+    IF NEW.state = 'running' THEN
+        UPDATE job_attempts SET started_at = now() WHERE job_id = NEW.id AND fence = NEW.fence;
+        RETURN NULL;
+    END IF;
+    IF OLD.state IN ('claimed', 'running') THEN
+        UPDATE job_attempts
+        SET finished_at = now(), outcome = NEW.state, error =
+            CASE WHEN NEW.attempt < OLD.attempt AND NEW.error IS NOT DISTINCT FROM OLD.error THEN NULL
+            ELSE NEW.error END, crashed = NEW.crash_count > OLD.crash_count
+        WHERE job_id = NEW.id AND fence = NEW.fence;
+    END IF;
+    IF seconds > 0 THEN
+        INSERT INTO api_key_usage AS spent (api_key, day, gpu_seconds, attempts)
+        SELECT id, (now() AT TIME ZONE 'UTC')::date, seconds, 1 FROM api_keys WHERE id = OLD.api_key
+        ON CONFLICT (api_key, day) DO UPDATE
+        SET gpu_seconds = spent.gpu_seconds + excluded.gpu_seconds, attempts = spent.attempts + 1;
+    END IF;
+    IF NEW.state = 'queued' THEN
+        INSERT INTO project_shares (project) VALUES (NEW.project) ON CONFLICT DO NOTHING;
+        IF NEW.campaign_id IS NOT NULL AND OLD.state IN ('failed', 'cancelled', 'expired') THEN
+            UPDATE campaigns SET state = 'in_progress', reopened_at = now()
+            WHERE id = NEW.campaign_id AND state IN ('completed', 'cancelled', 'expired', 'finalizing');
+        END IF;
+    ELSIF NEW.deleted_at IS NULL AND tells THEN
+        INSERT INTO outbox (event_id, job_id, project, generation, type)
+        VALUES (
+            'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation,
+            NEW.id, NEW.project, NEW.generation, 'video.' || NEW.state
+        );
+    END IF;
+    RETURN NULL;
+END $$;
+"""
+
+# queued jobs of a campaign, some thousands at once; leased ones are asked to stop by whoever calls this
+CLOSE = """
+CREATE FUNCTION close_campaign_jobs(campaign text, target text, why jsonb, at_most integer) RETURNS integer
+LANGUAGE plpgsql AS $$
+DECLARE
+    closed integer;
+BEGIN
+    IF target NOT IN ('cancelled', 'expired') THEN
+        RAISE EXCEPTION 'jobs of a campaign are closed as cancelled or expired, not as %', target;
+    END IF;
+    PERFORM set_config('rushes.counted', 'on', true);
+    WITH open AS MATERIALIZED (
+        SELECT id FROM jobs WHERE campaign_id = campaign AND state = 'queued'
+        ORDER BY line LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED
+    ), changed AS (
+        UPDATE jobs SET state = target, error = why, finished_at = now(),
+            cancel_requested_at = CASE target WHEN 'cancelled' THEN coalesce(cancel_requested_at, now())
+                ELSE cancel_requested_at END
+        FROM open WHERE jobs.id = open.id
+        RETURNING jobs.num_frames * jobs.width * jobs.height / 10000 AS cost
+    ), total AS (
+        SELECT count(*) AS n, coalesce(sum(cost), 0) AS cost FROM changed
+    ), counted AS (
+        INSERT INTO campaign_counts AS counts (campaign_id, shard, queued, cancelled, expired, remaining_cost)
+        SELECT campaign, pg_backend_pid() % 8, -n, CASE target WHEN 'cancelled' THEN n ELSE 0 END,
+            CASE target WHEN 'expired' THEN n ELSE 0 END, -cost
+        FROM total WHERE n > 0
+        ON CONFLICT (campaign_id, shard) DO UPDATE SET
+            queued = counts.queued + excluded.queued,
+            cancelled = counts.cancelled + excluded.cancelled,
+            expired = counts.expired + excluded.expired,
+            remaining_cost = counts.remaining_cost + excluded.remaining_cost
+    )
+    SELECT n INTO closed FROM total;
+    PERFORM set_config('rushes.counted', 'off', true);
+    RETURN closed;
+END $$;
+"""
+
+
+def upgrade() -> None:
+    op.create_table(
+        "campaigns",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("project", sa.Text(), nullable=False),
+        sa.Column("api_key", sa.Text(), nullable=True),
+        sa.Column("name", sa.Text(), nullable=True),
+        sa.Column("state", sa.String(length=16), server_default=sa.text("'validating'"), nullable=False),
+        sa.Column("hold_reason", sa.String(length=16), nullable=True),
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("input_file_id", sa.Text(), nullable=False),
+        sa.Column("input_format", sa.String(length=8), nullable=True),
+        sa.Column("defaults", _jsonb(), server_default=sa.text("'{}'::jsonb"), nullable=False),
+        sa.Column("metadata", _jsonb(), server_default=sa.text("'{}'::jsonb"), nullable=False),
+        sa.Column("dry_run", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("strict", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("priority", sa.SmallInteger(), server_default=sa.text("2"), nullable=False),
+        *_columns(sa.BigInteger(), "max_attempts", "max_parallel", "max_failures"),
+        sa.Column("on_failure", sa.String(length=16), server_default=sa.text("'pause'"), nullable=False),
+        sa.Column("budget_gpu_seconds", sa.Double(), nullable=True),
+        sa.Column("on_budget", sa.String(length=16), server_default=sa.text("'complete_running'"), nullable=False),
+        sa.Column("window", _jsonb(), nullable=True),
+        *_times("not_before", "expires_at"),
+        *_columns(sa.BigInteger(), "completion_seconds", "proof_count", "proof_continue_seconds"),
+        sa.Column("proof_state", sa.String(length=16), nullable=True),
+        *_times("proof_done_at", "paused_at"),
+        sa.Column("pause_reason", sa.String(length=16), nullable=True),
+        sa.Column("webhook", _jsonb(), nullable=True),
+        sa.Column("tell_items", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("errors", _jsonb(), nullable=True),
+        sa.Column("report", _jsonb(), nullable=True),
+        sa.Column("loaded_bytes", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("loaded_lines", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        *_times("loaded_at"),
+        sa.Column("lease_owner", sa.Text(), nullable=True),
+        *_times("lease_until"),
+        sa.Column("fence", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("output_file_id", sa.Text(), nullable=True),
+        sa.Column("error_file_id", sa.Text(), nullable=True),
+        sa.Column("num_events", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("told_progress", sa.SmallInteger(), server_default=sa.text("0"), nullable=False),
+        *_times("told_progress_at"),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        *_times(
+            "in_progress_at",
+            "finalizing_at",
+            "completed_at",
+            "failed_at",
+            "expired_at",
+            "cancelling_at",
+            "cancelled_at",
+            "reopened_at",
+            "deleted_at",
+        ),
+        sa.CheckConstraint(
+            "state IN ('validating', 'failed', 'in_progress', 'finalizing', 'completed', 'expired', 'cancelling', "
+            "'cancelled')",
+            name=op.f("ck_campaigns_state"),
+        ),
+        sa.CheckConstraint("priority BETWEEN 0 AND 2", name=op.f("ck_campaigns_priority_is_a_class")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_campaigns")),
+    )
+    op.create_index(
+        "ix_campaigns_project", "campaigns", ["project", "id"], postgresql_where=sa.text("deleted_at IS NULL")
+    )
+    op.create_index(
+        "ix_campaigns_active",
+        "campaigns",
+        ["state", "id"],
+        postgresql_where=sa.text("state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+    )
+    op.create_table(
+        "campaign_counts",
+        sa.Column("campaign_id", sa.Text(), nullable=False),
+        sa.Column("shard", sa.SmallInteger(), nullable=False),
+        *(
+            sa.Column(name, sa.BigInteger(), server_default=sa.text("0"), nullable=False)
+            for name in (
+                "queued",
+                "in_progress",
+                "completed",
+                "failed",
+                "cancelled",
+                "expired",
+                "invalid",
+                "remaining_cost",
+            )
+        ),
+        sa.Column("gpu_seconds", sa.Double(), server_default=sa.text("0"), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["campaign_id"],
+            ["campaigns.id"],
+            name=op.f("fk_campaign_counts_campaign_id_campaigns"),
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("campaign_id", "shard", name=op.f("pk_campaign_counts")),
+        postgresql_with={"fillfactor": 20},
+    )
+    op.create_table(
+        "campaign_line_errors",
+        sa.Column("campaign_id", sa.Text(), nullable=False),
+        sa.Column("line", sa.BigInteger(), nullable=False),
+        sa.Column("custom_id", sa.Text(), nullable=True),
+        sa.Column("code", sa.Text(), nullable=False),
+        sa.Column("param", sa.Text(), nullable=True),
+        sa.Column("message", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["campaign_id"],
+            ["campaigns.id"],
+            name=op.f("fk_campaign_line_errors_campaign_id_campaigns"),
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("campaign_id", "line", name=op.f("pk_campaign_line_errors")),
+    )
+    op.add_column("projects", sa.Column("weight", sa.Double(), server_default=sa.text("1"), nullable=False))
+    op.create_check_constraint(op.f("ck_projects_weight_is_positive"), "projects", "weight > 0")
+    for name, type_ in JOB_COLUMNS.items():
+        op.add_column("jobs", sa.Column(name, type_, nullable=True))
+    op.execute(COUNT)
+    op.execute(ACCEPTED.format(campaigns=COUNT_ACCEPTED))
+    op.execute(HISTORY)
+    op.execute(CLOSE)
+
+
+def downgrade() -> None:
+    op.execute("DROP FUNCTION close_campaign_jobs")
+    op.execute(OLD_HISTORY)
+    op.execute(ACCEPTED.format(campaigns=""))
+    op.execute("DROP FUNCTION count_campaign_job")
+    for name in reversed(JOB_COLUMNS):
+        op.drop_column("jobs", name)
+    op.drop_constraint(op.f("ck_projects_weight_is_positive"), "projects")
+    op.drop_column("projects", "weight")
+    for name in ("campaign_line_errors", "campaign_counts", "campaigns"):
+        op.drop_table(name)
+
+
+def _jsonb() -> postgresql.JSONB:
+    return postgresql.JSONB(none_as_null=True, astext_type=sa.Text())
+
+
+def _columns(type_: Any, *names: str) -> list[sa.Column[Any]]:
+    return [sa.Column(name, type_, nullable=True) for name in names]
+
+
+def _times(*names: str) -> list[sa.Column[Any]]:
+    return _columns(sa.DateTime(timezone=True), *names)
+
+
+OLD_HISTORY = """
+CREATE OR REPLACE FUNCTION jobs_history() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO job_events (job_id, old_state, new_state, generation, attempt, fence)
+    VALUES (NEW.id, OLD.state, NEW.state, NEW.generation, NEW.attempt, NEW.fence);
+    IF NEW.state = 'claimed' THEN
+        INSERT INTO job_attempts (job_id, fence, generation, attempt, lease_owner)
+        VALUES (NEW.id, NEW.fence, NEW.generation, NEW.attempt, NEW.lease_owner);
+        RETURN NULL;
+    END IF;
+    IF NEW.state = 'running' THEN
+        UPDATE job_attempts SET started_at = now() WHERE job_id = NEW.id AND fence = NEW.fence;
+        RETURN NULL;
+    END IF;
+    IF OLD.state IN ('claimed', 'running') THEN
+        UPDATE job_attempts
+        SET finished_at = now(), outcome = NEW.state, error =
+            CASE WHEN NEW.attempt < OLD.attempt AND NEW.error IS NOT DISTINCT FROM OLD.error THEN NULL
+            ELSE NEW.error END, crashed = NEW.crash_count > OLD.crash_count
+        WHERE job_id = NEW.id AND fence = NEW.fence;
+    END IF;
+    IF OLD.state = 'running' AND OLD.started_at IS NOT NULL THEN
+        INSERT INTO api_key_usage AS spent (api_key, day, gpu_seconds, attempts)
+        SELECT id, (now() AT TIME ZONE 'UTC')::date, extract(epoch FROM now() - OLD.started_at) * coalesce(
+            (SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = OLD.lease_owner), 1
+        ), 1
+        FROM api_keys WHERE id = OLD.api_key
+        ON CONFLICT (api_key, day) DO UPDATE
+        SET gpu_seconds = spent.gpu_seconds + excluded.gpu_seconds, attempts = spent.attempts + 1;
+    END IF;
+    IF NEW.state = 'queued' THEN
+        INSERT INTO project_shares (project) VALUES (NEW.project) ON CONFLICT DO NOTHING;
+    ELSIF NEW.deleted_at IS NULL THEN
+        INSERT INTO outbox (event_id, job_id, project, generation, type)
+        VALUES (
+            'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation,
+            NEW.id, NEW.project, NEW.generation, 'video.' || NEW.state
+        );
+    END IF;
+    RETURN NULL;
+END $$;
+"""
