@@ -19,5 +19,5 @@ compile() {
 }
 
 compile cpu.lock pyproject.toml requirements/cpu.in --find-links "$FIND_LINKS" \
-    --extra api --extra worker --extra webhooks --extra local --extra dev
+    --extra api --extra client --extra worker --extra webhooks --extra local --extra dev
 compile openai2.lock requirements/openai2.in
