@@ -4,12 +4,11 @@ import re
 from hashlib import sha256
 from typing import Literal
 
+from rushes_core.listed import Listed
 from rushes_core.models import JobAttempt
 from rushes_core.moment import unix_or_none
 from rushes_core.states import JobState
-
-from rushes_api.page import Listed
-from rushes_api.video import VideoError, error_of
+from rushes_core.video import VideoError, error_of
 
 _ID = re.compile(r"attempt_([0-9]{1,18})", re.ASCII)
 

@@ -1,9 +1,9 @@
 """What the served model and this deployment take, as `/v1/capabilities` tells it."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES
+from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, SIZE_ALIASES, Canvas
 from rushes_core.clip import ADMISSIBLE_FRAMES, AUDIO_SAMPLE_RATE, FPS, MAX_SECONDS, MIN_SECONDS
 from rushes_core.fields import (
     ASPECT_RATIOS,
@@ -23,8 +23,7 @@ from rushes_core.request import DEFAULT_SECONDS, TASKS
 from rushes_core.served_model import ServedModel
 from rushes_core.settings import ContentDelivery
 from rushes_core.variants import VARIANTS
-
-from rushes_api.video import CONTENT_TYPE, canvas_members
+from rushes_core.video import CONTENT_TYPE
 
 
 class _Described(BaseModel):
@@ -130,7 +129,7 @@ def capabilities_of(model: ServedModel, *, delivery: ContentDelivery) -> Capabil
         inputs=["text"],
         outputs=["video", "audio"],
         prompt=PromptLimits(max_tokens=model.max_prompt_tokens, max_characters=MAX_PROMPT_CHARACTERS),
-        sizes=[CanvasSize(**canvas_members(canvas)) for canvas in CANVASES],
+        sizes=[CanvasSize(**_canvas_members(canvas)) for canvas in CANVASES],
         size_aliases=SIZE_ALIASES,
         default_size=DEFAULT_CANVAS.size,
         seconds=SecondsRange(min=MIN_SECONDS, max=MAX_SECONDS, default=DEFAULT_SECONDS),
@@ -160,3 +159,14 @@ def capabilities_of(model: ServedModel, *, delivery: ContentDelivery) -> Capabil
         ),
         content=ContentForms(type=CONTENT_TYPE, variants=list(VARIANTS), delivery=delivery),
     )
+
+
+def _canvas_members(canvas: Canvas) -> dict[str, Any]:
+    """A canvas as `/v1/capabilities` lists it."""
+    return {
+        "size": canvas.size,
+        "width": canvas.width,
+        "height": canvas.height,
+        "aspect_ratio": canvas.aspect_ratio,
+        "short_edge": canvas.short_edge,
+    }

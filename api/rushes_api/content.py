@@ -16,13 +16,14 @@ from rushes_core.models import Job
 from rushes_core.settings import ContentDelivery
 from rushes_core.states import JobState
 from rushes_core.storage import ObjectStore, bucket_of_result, content_disposition
+from rushes_core.stored import StoredVariant, filename, stored_variants
 from rushes_core.variants import PICTURES, VARIANTS, Variant
+from rushes_core.video import error_of, removed_at
 
 from rushes_api.byte_range import ByteRange, Unsatisfiable, etag_matches, parse_range
 from rushes_api.deps import State
 from rushes_api.errors import ApiError, GenerationFailed, NotReady, RangeNotSatisfiable
-from rushes_api.stored import StoredVariant, filename, stored_variants
-from rushes_api.video import MIN_POLL_MS, error_of, removed_at
+from rushes_api.polling import MIN_POLL_MS
 
 
 def variant_named(name: str) -> Variant:

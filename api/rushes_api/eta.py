@@ -21,11 +21,10 @@ from rushes_core.models import Job, MeasuredTime, Replica
 from rushes_core.predicates import IS_LEASED
 from rushes_core.settings import Settings
 from rushes_core.states import JobState, Phase
+from rushes_core.video import Eta
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-
-from rushes_api.video import Eta
 
 log = get_logger(__name__)
 

@@ -6,6 +6,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel
 from rushes_core.fields import shown
+from rushes_core.listed import Listed
 from sqlalchemy import Select
 from sqlalchemy.sql.elements import SQLColumnExpression
 
@@ -14,12 +15,6 @@ from rushes_api.errors import ApiError
 PAGE_PARAMETERS = ("after", "limit", "order")
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
-
-
-class Listed(BaseModel):
-    """What a list holds."""
-
-    id: str
 
 
 Item = TypeVar("Item", bound=Listed)

@@ -6,12 +6,12 @@ from rushes_core import keys
 from rushes_core.fields import PRIORITIES
 from rushes_core.holds import open_holds
 from rushes_core.models import Job
+from rushes_core.video import PRIORITY_NAMES
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
 from rushes_api.errors import ApiError
 from rushes_api.limits import WINDOW_SECONDS, too_many
-from rushes_api.video import PRIORITY_NAMES
 
 QUEUE_FULL_RETRY_SECONDS = 10
 

@@ -10,9 +10,9 @@ from rushes_core.moment import unix_or_none
 from rushes_core.request import ResolvedRequest
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState
+from rushes_core.video import PRIORITY_NAMES
 
 from rushes_api.eta import Outlook
-from rushes_api.video import PRIORITY_NAMES
 
 
 class Estimate(BaseModel):

@@ -8,12 +8,12 @@ from fastapi import Depends, Request
 from rushes_core.models import Job
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, states_with_status
+from rushes_core.video import Video, video_of
 
 from rushes_api.deps import AppState, CurrentCaller, query
 from rushes_api.eta import Forecast
 from rushes_api.page import one_of
 from rushes_api.pauses import Pauses
-from rushes_api.video import Video, video_of
 
 VIEW_PARAMETERS = ("compat",)
 """Query parameters that change how a job is shown."""

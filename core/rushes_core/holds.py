@@ -13,6 +13,9 @@ from rushes_core.models import ApiKey, Job
 CONCURRENCY = "concurrency"
 """Value of `jobs.hold`: the key has as many jobs that run, or may, as `max_running` allows."""
 
+CAMPAIGN = "campaign"
+"""Value of `jobs.hold`: the job's campaign has not opened it. `open_holds` leaves it alone."""
+
 CHANGED_AT_ONCE = 1_000
 """Jobs that one `open_holds` holds, or opens, at most; one that changed so many is to be repeated."""
 

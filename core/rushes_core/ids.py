@@ -12,6 +12,7 @@ KEY_PREFIX = "key_"
 FILE_PREFIX = "file_"
 ENDPOINT_PREFIX = "whe_"
 DELIVERY_PREFIX = "whd_"
+CAMPAIGN_PREFIX = "batch_"
 TEST_EVENT_PREFIX = "evt_test_"
 
 _DELIVERY = re.compile(rf"{DELIVERY_PREFIX}[0-9a-f]{{32}}", re.ASCII)
@@ -41,6 +42,11 @@ def new_key_id() -> str:
 def new_file_id() -> str:
     """An id for an uploaded file."""
     return f"{FILE_PREFIX}{ULID()}"
+
+
+def new_campaign_id() -> str:
+    """An id for a campaign, which OpenAI calls a batch."""
+    return f"{CAMPAIGN_PREFIX}{ULID()}"
 
 
 def new_endpoint_id() -> str:
@@ -81,6 +87,11 @@ def is_key_id(value: str) -> bool:
 def is_file_id(value: str) -> bool:
     """Whether `value` is well formed as the id of a file; says nothing about its existence."""
     return _is_id(value, FILE_PREFIX)
+
+
+def is_campaign_id(value: str) -> bool:
+    """Whether `value` is well formed as the id of a campaign; says nothing about its existence."""
+    return _is_id(value, CAMPAIGN_PREFIX)
 
 
 def _is_id(value: str, prefix: str) -> bool:

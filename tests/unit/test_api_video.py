@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from rushes_api.video import RETRYABLE_ERRORS
 from rushes_core import errors, jobs
 from rushes_core.errors import GenerationError
+from rushes_core.video import RETRYABLE_ERRORS
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 

@@ -9,6 +9,7 @@ from rushes_core.errors import TransitionRefused
 from rushes_core.models import Job
 from rushes_core.request import ResolvedRequest, remix
 from rushes_core.states import RETRYABLE_STATES, JobState
+from rushes_core.video import Video
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import KEY_HEADER, NO_BODY, REMIX_BODY, SentRemix, admission
@@ -17,7 +18,6 @@ from rushes_api.deps import AppState, CurrentCaller, CurrentJob, Session, WellFo
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.quota import reserve_place, take_place
-from rushes_api.video import Video
 from rushes_api.view import CurrentView, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, PreferredWait, answer_later
 

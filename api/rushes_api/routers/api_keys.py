@@ -11,6 +11,7 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import PRIORITIES, printable, shown
 from rushes_core.ids import is_key_id
+from rushes_core.listed import Listed
 from rushes_core.log import get_logger
 from rushes_core.models import ApiKey, ApiKeyUsage
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,7 +21,7 @@ from rushes_api.auth import Caller
 from rushes_api.deps import AdminCaller, AnyCaller, AppState, NoQuery, Session, query
 from rushes_api.errors import ApiError, responses
 from rushes_api.once import Call, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 
 log = get_logger(__name__)
 

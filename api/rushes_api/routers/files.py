@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from rushes_core import files
 from rushes_core.fields import printable
 from rushes_core.ids import is_file_id, new_file_id
+from rushes_core.listed import Listed
 from rushes_core.models import File
 from rushes_core.moment import unix_or_none
 from rushes_core.settings import Settings
@@ -22,7 +23,7 @@ from rushes_api.deps import AppState, FileCaller, NoQuery, Session, query
 from rushes_api.errors import ApiError, responses
 from rushes_api.limits import WINDOW_SECONDS, too_many
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, one_of, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.upload import check_head, discard, receive, seat
 
 router = APIRouter(prefix="/v1/files", tags=["files"])

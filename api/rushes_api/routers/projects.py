@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core import keys
+from rushes_core.listed import Listed
 from rushes_core.models import Project
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -15,7 +16,7 @@ from rushes_api.admission import KEY_HEADER
 from rushes_api.deps import AdminCaller, AppState, NoQuery, Session, query
 from rushes_api.errors import ApiError
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 
 router = APIRouter(prefix="/v1/projects", tags=["projects"])
 

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from rushes_core.models import Job
 from rushes_core.variants import VIDEO
+from rushes_core.video import CONTENT_TYPE
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo
 from rushes_api.content import check_finished, deliver, find_variant
@@ -13,7 +14,6 @@ from rushes_api.deps import AppState, CurrentCaller, NoQuery, visible
 from rushes_api.errors import ApiError, responses
 from rushes_api.once import SentKey
 from rushes_api.routers.videos import accepted
-from rushes_api.video import CONTENT_TYPE
 from rushes_api.view import CurrentView
 from rushes_api.waiting import send_headers, until_over, video_id_of
 

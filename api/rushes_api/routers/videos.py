@@ -12,6 +12,7 @@ from rushes_core.listing import page
 from rushes_core.parsing import unsupported
 from rushes_core.request import FROM_TEXT, ResolvedRequest
 from rushes_core.states import JobState
+from rushes_core.video import Video, is_held
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
@@ -32,9 +33,9 @@ from rushes_api.deps import (
 from rushes_api.errors import responses
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
+from rushes_api.polling import poll_after_ms
 from rushes_api.quota import check_priority
 from rushes_api.validation import VideoValidation, draft_of, estimate_of, validation_of
-from rushes_api.video import Video, is_held, poll_after_ms
 from rushes_api.video_filters import FILTER_PARAMETERS, filters_of
 from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later

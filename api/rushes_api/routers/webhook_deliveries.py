@@ -11,6 +11,7 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import Moment, printable, shown
 from rushes_core.ids import is_delivery_id, is_endpoint_id, is_video_id, new_delivery_id
+from rushes_core.listed import Listed
 from rushes_core.moment import unix_or_none
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.events import EVENT_TYPES, EventTypes
@@ -22,7 +23,7 @@ from rushes_api.admission import KEY_HEADER
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
 from rushes_api.errors import ApiError, responses
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, one_of, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.routers.webhook_endpoints import SentMembers, find_endpoint, refuse_unless_enabled
 
 router = APIRouter(prefix="/v1/webhook_deliveries", tags=["webhooks"])

@@ -11,6 +11,7 @@ from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import printable, shown
 from rushes_core.ids import is_endpoint_id, new_delivery_id, new_test_event_id
+from rushes_core.listed import Listed
 from rushes_core.moment import unix_or_none
 from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.events import EVENT_TYPES
@@ -22,7 +23,7 @@ from rushes_api.admin import given, json_body, read_members
 from rushes_api.deps import AppState, NoQuery, Session, WebhookCaller, query
 from rushes_api.errors import ApiError, Unavailable, responses
 from rushes_api.once import Call, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.routers.api_keys import SHOWS_SECRET
 
 router = APIRouter(tags=["webhooks"])

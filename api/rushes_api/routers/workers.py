@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import replicas
 from rushes_core.fields import printable
+from rushes_core.listed import Listed
 from rushes_core.models import Replica
 from rushes_core.moment import unix_or_none
 from sqlalchemy import func, select
@@ -21,7 +22,7 @@ from rushes_api.auth import Caller
 from rushes_api.deps import AdminCaller, AppState, NoQuery, Session, State, query
 from rushes_api.errors import ApiError
 from rushes_api.once import Call, take_effect
-from rushes_api.page import PAGE_PARAMETERS, Listed, Page, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"])
 

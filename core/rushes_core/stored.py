@@ -7,6 +7,7 @@ from itertools import dropwhile
 from typing import Any
 
 from pydantic import BaseModel
+
 from rushes_core.models import Job
 from rushes_core.variants import PICTURES, VARIANTS, VIDEO, Variant
 

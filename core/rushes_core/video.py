@@ -4,29 +4,27 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from rushes_core.canvas import Canvas
+
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
 from rushes_core.fields import PRIORITIES
-from rushes_core.holds import CONCURRENCY
+from rushes_core.holds import CAMPAIGN, CONCURRENCY
+from rushes_core.listed import Listed
 from rushes_core.models import Job
 from rushes_core.moment import unix_or_none
 from rushes_core.redact import without_places
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, Phase
+from rushes_core.stored import OutputVariant, content_url, variants_of
 from rushes_core.webhooks.events import FINAL_TYPES
 
-from rushes_api.page import Listed
-from rushes_api.stored import OutputVariant, content_url, variants_of
-
 CONTENT_TYPE = "video/mp4"
-MIN_POLL_MS = 1_000
-MAX_POLL_MS = 10_000
-POLLS_UNTIL_ETA = 20
-"""How often a client asks between now and the end of its job, as far as the bounds allow."""
-
 PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
+
+
+QueueReason = Literal["not_before", "paused", "concurrency", "retrying", "window", "budget", "approval"]
+"""The last three, and `paused` and `not_before` too, may be said of the job's campaign."""
 
 
 class VideoError(BaseModel):
@@ -52,7 +50,7 @@ class Queue(BaseModel):
 
     position: int | None
     ahead: int | None
-    reason: Literal["not_before", "paused", "concurrency", "retrying"] | None
+    reason: QueueReason | None
 
 
 class Eta(BaseModel):
@@ -152,6 +150,7 @@ def video_of(
     num_ahead: int | None = None,
     eta: Eta | None = None,
     is_paused: bool = False,
+    campaign_reason: QueueReason | None = None,
     only_openais_words: bool = False,
 ) -> Video:
     """How `job` looks to its client.
@@ -160,6 +159,7 @@ def video_of(
         retention_days: how long clips are kept whose client did not say; 0: for ever.
         num_ahead: jobs before it in the queue, where somebody counted them.
         is_paused: the queue is, for its project.
+        campaign_reason: why its campaign opens no jobs now; None: it does, in their turn.
         only_openais_words: `status` is one of OpenAI's four.
     """
     state = job.state
@@ -190,7 +190,7 @@ def video_of(
         metadata=_metadata_of(request),
         priority=PRIORITY_NAMES.get(job.priority, str(job.priority)),
         progress_detail=_progress_of(job, model),
-        queue=_queue_of(job, num_ahead, is_paused=is_paused),
+        queue=_queue_of(job, num_ahead, campaign_reason, is_paused=is_paused),
         eta=eta,
         timing=_timing_of(job, state),
         generation=job.generation,
@@ -200,9 +200,9 @@ def video_of(
         deadline=unix_or_none(job.deadline_at),
         cancel_requested_at=unix_or_none(job.cancel_requested_at),
         output=_output_of(job),
-        batch_id=None,
-        campaign_id=None,
-        custom_id=None,
+        batch_id=job.campaign_id,
+        campaign_id=job.campaign_id,
+        custom_id=job.custom_id,
         webhook=_webhook_of(job),
     )
 
@@ -215,23 +215,6 @@ def _webhook_of(job: Job) -> WebhookState:
     if job.webhook is None or not any(one in wanted for one in possible):
         return WebhookState(state="none", attempts=0, last_status=None)
     return WebhookState(**job.webhook)
-
-
-def poll_after_ms(job: Job, num_ahead: int | None, eta: Eta | None) -> int | None:
-    """When it is worth asking again, in whole milliseconds; None when nothing will change.
-
-    A small part of the time that is left: OpenAI's SDK keeps to the first value that it hears.
-    """
-    if job.state.is_final:
-        return None
-    ends_at = None if eta is None else eta.completes_at or eta.starts_at
-    if ends_at is not None:
-        wait_ms = int((ends_at - datetime.now(UTC).timestamp()) * 1_000 / POLLS_UNTIL_ETA)
-    elif is_held(job):
-        wait_ms = int((job.run_at - datetime.now(UTC)).total_seconds() * 1_000)
-    else:
-        wait_ms = MIN_POLL_MS * (1 + (num_ahead or 0))
-    return min(MAX_POLL_MS, max(wait_ms, MIN_POLL_MS))
 
 
 def is_held(job: Job) -> bool:
@@ -291,7 +274,9 @@ def _progress_of(job: Job, model: ServedModel) -> ProgressDetail:
     return ProgressDetail(completed_steps=job.completed_steps, total_steps=total, message=message)
 
 
-def _queue_of(job: Job, num_ahead: int | None, *, is_paused: bool) -> Queue:
+def _queue_of(job: Job, num_ahead: int | None, campaign_reason: QueueReason | None, *, is_paused: bool) -> Queue:
+    if job.hold == CAMPAIGN:
+        return Queue(position=None, ahead=None, reason="paused" if is_paused else campaign_reason or _reason_of(job))
     if is_held(job):
         return Queue(position=None, ahead=None, reason="not_before")
     if job.state is not JobState.QUEUED:
@@ -354,14 +339,3 @@ def removed_at(job: Job) -> int | None:
     """When the clip of a completed job was removed from the store, in Unix seconds."""
     text = (job.result or {}).get("deleted_at")
     return None if text is None else int(datetime.fromisoformat(text).timestamp())
-
-
-def canvas_members(canvas: Canvas) -> dict[str, Any]:
-    """A canvas as `/v1/capabilities` lists it."""
-    return {
-        "size": canvas.size,
-        "width": canvas.width,
-        "height": canvas.height,
-        "aspect_ratio": canvas.aspect_ratio,
-        "short_edge": canvas.short_edge,
-    }
