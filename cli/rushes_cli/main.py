@@ -1,6 +1,7 @@
 """The command `rushes`: every process of the system, and two commands that run all of them on one machine."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,10 +66,20 @@ def load_database_settings() -> "DatabaseSettings":
 def _load(load: Callable[[], Loaded]) -> Loaded:
     from pydantic import ValidationError
 
+    warn_of_unknown_variables()
     try:
         return load()
     except ValidationError as error:
         raise UsageError(f"settings: {'; '.join(_problem(detail) for detail in error.errors())}") from None
+
+
+def warn_of_unknown_variables() -> None:
+    """Say which variables of the environment look like settings and are none: a default is in force instead."""
+    from rushes_core.settings import unknown_variables
+
+    for name, nearest in unknown_variables(os.environ).items():
+        advice = f"; did you mean {nearest}?" if nearest else ""
+        print(f"rushes: warning: {name} is no setting and changes nothing{advice}", file=sys.stderr)
 
 
 def _problem(detail: object) -> str:

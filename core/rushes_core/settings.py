@@ -1,6 +1,9 @@
 """Settings of every Rushes process, read once from the environment (`RUSHES_*`)."""
 
+import re
 from base64 import b64decode, urlsafe_b64decode
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from ipaddress import ip_address, ip_network
@@ -13,6 +16,13 @@ from pydantic import Field, PositiveInt, SecretStr, StringConstraints, model_val
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+
+PREFIX = "RUSHES_"
+CLIENTS_VARIABLES = ("RUSHES_URL", "RUSHES_KEY")
+"""What clients keep in the same environment."""
+
+# S3's rules for names of buckets
+_BUCKET = re.compile(r"(?!.*\.\.)(?!(?:[0-9]+\.){3}[0-9]+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 
 
 class ContentDelivery(StrEnum):
@@ -28,7 +38,7 @@ class DatabaseSettings(BaseSettings):
     """What it takes to reach the database, for commands that need nothing else."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RUSHES_",
+        env_prefix=PREFIX,
         frozen=True,
         extra="ignore",
         use_attribute_docstrings=True,
@@ -168,7 +178,9 @@ class Settings(DatabaseSettings):
     """A replica claims nothing while its scratch directory has less room than this."""
     drain_after_crashes: PositiveInt = 3
     """Different jobs that a replica may crash on within half an hour before it takes no more and waits for a person."""
-    pipeline: NonEmpty = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
+    pipeline: Annotated[NonEmpty, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = (
+        "rushes_worker.pipeline.fasth3:FastH3Pipeline"
+    )
     """`module:callable` that builds the pipeline of a rank."""
     pipeline_options: str = ""
     """Options of that pipeline, by commas: `attention=hopper`, `triton` or `pytorch`; empty: the device decides."""
@@ -204,6 +216,17 @@ class Settings(DatabaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _buckets_have_names_of_buckets(self) -> Self:
+        for setting, names in (("s3_bucket", [self.s3_bucket]), ("s3_output_buckets", listed(self.s3_output_buckets))):
+            for name in names:
+                if not _BUCKET.fullmatch(name):
+                    raise ValueError(
+                        f"{setting}: {name!r} is no name of a bucket, which has 3 to 63 lower-case letters, digits, "
+                        "hyphens and single dots, begins and ends with a letter or digit, and is no IP address"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _webhooks_are_safe(self) -> Self:
         check_webhook_settings(self)
         return self
@@ -211,8 +234,7 @@ class Settings(DatabaseSettings):
     @property
     def output_buckets(self) -> tuple[str, ...]:
         """Buckets that clips may be stored in, the usual one first."""
-        named = (name.strip() for name in self.s3_output_buckets.split(","))
-        return tuple(dict.fromkeys([self.s3_bucket, *(name for name in named if name)]))
+        return tuple(dict.fromkeys([self.s3_bucket, *listed(self.s3_output_buckets)]))
 
     @property
     def gpu_queue(self) -> str:
@@ -281,3 +303,16 @@ def get_database_settings() -> DatabaseSettings:
         pydantic.ValidationError: the variable is missing or wrong.
     """
     return DatabaseSettings()  # pyright: ignore[reportCallIssue]  the field comes from the environment
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
+    """Those of the environment's `names` that look like settings and are none, with the setting nearest to each."""
+    known = [name.upper() for name in Settings.model_fields]
+    clients = [name.removeprefix(PREFIX) for name in CLIENTS_VARIABLES]
+    nearest: dict[str, str | None] = {}
+    for name in sorted(names):
+        word = name.upper().removeprefix(PREFIX)
+        if name.upper().startswith(PREFIX) and word not in (*known, *clients):
+            found = get_close_matches(word, known, n=1)
+            nearest[name] = f"{PREFIX}{found[0]}" if found else None
+    return nearest

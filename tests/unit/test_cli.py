@@ -47,6 +47,15 @@ def test_wrong_settings_are_named_with_the_reason(
     assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in capsys.readouterr().err
 
 
+def test_a_variable_that_is_no_setting_is_named_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSHES_POLL_SECOND", "3")
+    main(["dispatcher"])
+    warning = "RUSHES_POLL_SECOND is no setting and changes nothing; did you mean RUSHES_POLL_SECONDS?"
+    assert warning in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["", "nonsense", "up --port 70000", "api --workers 0", "demo --seed x", "checkpoint"])
 def test_wrong_usage_ends_with_status_2(words: str) -> None:
     with pytest.raises(SystemExit) as ended:

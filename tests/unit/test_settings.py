@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from rushes_core.settings import Settings
+from rushes_core.settings import Settings, unknown_variables
 
 ROOT = Path(__file__).parents[2]
 REQUIRED: dict[str, Any] = {
@@ -31,6 +31,35 @@ def test_a_lease_must_outlive_two_heartbeats() -> None:
 def test_an_address_of_redis_that_is_none_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValidationError, match="redis_url"):
         Settings(**REQUIRED | {"redis_url": url})
+
+
+@pytest.mark.parametrize("name", ["ab", "Clips", "my_clips", "clips-", ".clips", "a..b", "10.0.0.1", "c" * 64, "a/b"])
+def test_a_bucket_that_no_store_can_have_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValidationError, match=r"s3_bucket: .* is no name of a bucket"):
+        Settings(**REQUIRED | {"s3_bucket": name})
+    with pytest.raises(ValidationError, match=r"s3_output_buckets: .* is no name of a bucket"):
+        Settings(**REQUIRED, s3_output_buckets=f"fine, {name}")
+
+
+@pytest.mark.parametrize("name", ["abc", "clips.example.com", "0-clips-9", "10.0.0.1a", "c" * 63])
+def test_names_of_buckets_are_those_of_s3(name: str) -> None:
+    settings = Settings(**REQUIRED | {"s3_bucket": name}, s3_output_buckets=f" other ,{name},")
+    assert settings.output_buckets == (name, "other")
+
+
+@pytest.mark.parametrize("pipeline", ["mine", "mine.module", ":Pipeline", "mine:", "a:b:c", "a-b:C"])
+def test_a_pipeline_that_names_no_callable_is_refused(pipeline: str) -> None:
+    with pytest.raises(ValidationError, match="pipeline"):
+        Settings(**REQUIRED, pipeline=pipeline)
+
+
+def test_variables_that_are_no_settings_are_found_with_the_nearest() -> None:
+    names = ["RUSHES_LEASE_SECOND", "rushes_s3_bukcet", "RUSHES_ZZZZ", "RUSHES_API_KEY", "rushes_pool", "PATH"]
+    assert unknown_variables([*names, "RUSHES_URL", "RUSHES_KEY"]) == {
+        "RUSHES_LEASE_SECOND": "RUSHES_LEASE_SECONDS",
+        "RUSHES_ZZZZ": None,
+        "rushes_s3_bukcet": "RUSHES_S3_BUCKET",
+    }
 
 
 SECRETS: dict[str, Any] = REQUIRED | {

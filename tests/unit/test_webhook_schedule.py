@@ -16,7 +16,7 @@ KEYS = [base64.urlsafe_b64encode(bytes([number]) * 32).decode() for number in (1
 
 
 def settings(**values: str) -> Settings:
-    required = {"database_url": "postgresql+psycopg://u:p@h/d", "redis_url": "redis://h/0", "s3_bucket": "m"}
+    required = {"database_url": "postgresql+psycopg://u:p@h/d", "redis_url": "redis://h/0", "s3_bucket": "media"}
     return Settings(**required, checkpoint=Path("c"), **values)  # type: ignore[arg-type]
 
 

@@ -188,7 +188,10 @@ def _join(boot: Boot) -> Agreement:
 
 def _build(boot: Boot) -> Pipeline:
     module, _, name = boot.pipeline.partition(":")
-    factory = getattr(import_module(module), name)
+    try:
+        factory = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
     pipeline: Pipeline = factory(boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device, options=boot.options)
     return pipeline
 
