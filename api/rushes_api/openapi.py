@@ -216,6 +216,10 @@ _QUERY_OF_DELIVERIES: dict[str, Object] = {
         "description": "Only those that tell of this video",
         "schema": {"type": "string", "pattern": VIDEO_ID},
     },
+    "batch_id": {
+        "description": "Only those that tell of this batch itself, not of its videos",
+        "schema": {"type": "string", "pattern": f"^batch_{_ULID}$"},
+    },
     "webhook_endpoint_id": {
         "description": "Only those to this endpoint",
         "schema": {"type": "string", "pattern": ENDPOINT_ID},

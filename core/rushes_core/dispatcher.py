@@ -13,6 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rushes_core import backlog, holds, measured
+from rushes_core.campaigns import events as campaign_events
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -25,6 +26,8 @@ log = get_logger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How often dead leases, passed deadlines and deleted jobs are looked for."""
+PROGRESS_SECONDS = 5.0
+"""How often campaigns are looked at for progress that is to be told."""
 TIDY_SECONDS = 60.0
 """How often retention and other leftovers are looked for."""
 PURGE_AGAIN_SECONDS = 600.0
@@ -62,6 +65,11 @@ class Dispatcher:
                 while connection.execute(holds.open_holds(key)).scalar_one() >= holds.CHANGED_AT_ONCE:
                     pass
 
+    def tell_progress(self) -> None:
+        """Write events of campaigns that are further than they were when somebody was told last."""
+        with self._engine.begin() as connection:
+            connection.execute(campaign_events.tell_progress())
+
     def measure(self) -> None:
         """Write what the phases of clips took lately."""
         with self._engine.begin() as connection:
@@ -89,6 +97,7 @@ def run(settings: Settings) -> int:
         ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
+        ("progress", PROGRESS_SECONDS, dispatcher.tell_progress),
         ("measure", measured.MEASURE_SECONDS, dispatcher.measure),
         ("tidy", TIDY_SECONDS, sweeper.tidy),
         ("purge_again", PURGE_AGAIN_SECONDS, sweeper.purge_again),

@@ -345,24 +345,26 @@ class JobEvent(Base):
 
 
 class OutboxEvent(Base):
-    """What happened to a job, to be told outside: written by triggers in the transaction in which it happens.
+    """What happened to a job or a campaign, to be told outside: written in the transaction in which it happens.
 
-    Every end of a generation is here, a start or progress only where somebody wants to be told. A deleted job tells
-    nothing. There is no foreign key: what happened stays true when the row is gone.
+    Every end of a generation of a job is here, a start or progress only where somebody wants to be told; jobs of a
+    campaign only if it tells of them. What was deleted tells nothing. There is no foreign key: what happened stays true when the row is gone.
     """
 
     __tablename__ = "outbox"
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     event_id: Mapped[str] = mapped_column(unique=True)
-    """`evt_`, the job's ULID and the generation: the same event has the same id however often it is sent."""
+    """`evt_`, the ULID of whom it tells and the generation: the same event has the same id however often it is sent."""
     job_id: Mapped[str]
+    """Of the job, or of the campaign."""
     project: Mapped[str]
     generation: Mapped[int]
+    """Of the job; the number of a campaign's event."""
     type: Mapped[str] = mapped_column(String(32))
-    """`video.completed`, `video.failed`, `video.cancelled`, `video.expired`, `video.started` or `video.progress`."""
+    """One of `rushes_core.webhooks.events.EVENT_TYPES`."""
     data: Mapped[dict[str, Any] | None]
-    """The job at that moment: `status`, `attempt`, `progress`, `error` and `sequence`, which rises with each event."""
+    """The job or campaign at that moment; of a job `status`, `attempt`, `progress`, `error` and `sequence`, which rises with each event."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (

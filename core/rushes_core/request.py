@@ -33,7 +33,7 @@ from rushes_core.models import Job
 from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration
 from rushes_core.parsing import parse_as, unsupported
 from rushes_core.served_model import ServedModel
-from rushes_core.webhooks.events import DEFAULT_TYPES, EventTypes, Url
+from rushes_core.webhooks.events import DEFAULT_TYPES, Url, VideoEventTypes
 
 DEFAULT_SECONDS = "4"
 TASK = "t2va"
@@ -88,7 +88,7 @@ class VideoRequest(Fields):
     output: Output | None = None
     webhook_url: Url | None = None
     callback_url: Url | None = None
-    webhook_events: EventTypes | None = None
+    webhook_events: VideoEventTypes | None = None
 
     response_format: Annotated[Any, WithJsonSchema({"enum": ["url", None]})] = None
     fps: Restated = None

@@ -78,7 +78,7 @@ HISTORY = """
 CREATE OR REPLACE FUNCTION jobs_history() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     seconds double precision := 0;
-    tells boolean := true;
+    what CONSTANT text := 'video.' || NEW.state;
 BEGIN
     INSERT INTO job_events (job_id, old_state, new_state, generation, attempt, fence)
     VALUES (NEW.id, OLD.state, NEW.state, NEW.generation, NEW.attempt, NEW.fence);
@@ -93,7 +93,6 @@ BEGIN
                 NEW.campaign_id, OLD.state, NEW.state, NEW.num_frames * NEW.width * NEW.height / 10000, seconds
             );
         END IF;
-        SELECT tell_items INTO tells FROM campaigns WHERE id = NEW.campaign_id;
     END IF;
     IF NEW.state = 'claimed' THEN
         INSERT INTO job_attempts (job_id, fence, generation, attempt, lease_owner)
@@ -120,19 +119,150 @@ BEGIN
     IF NEW.state = 'queued' THEN
         INSERT INTO project_shares (project) VALUES (NEW.project) ON CONFLICT DO NOTHING;
         IF NEW.campaign_id IS NOT NULL AND OLD.state IN ('failed', 'cancelled', 'expired') THEN
-            UPDATE campaigns SET state = 'in_progress', reopened_at = now()
+            UPDATE campaigns SET state = 'in_progress', reopened_at = now(), told_progress = 0
             WHERE id = NEW.campaign_id AND state IN ('completed', 'cancelled', 'expired', 'finalizing');
         END IF;
-    ELSIF NEW.deleted_at IS NULL AND tells THEN
+    ELSIF NEW.deleted_at IS NULL AND (
+        NEW.campaign_id IS NULL OR campaign_tells(NEW.campaign_id, what)
+        OR jsonb_exists(NEW.request -> 'webhook' -> 'events', what)
+    ) THEN
         INSERT INTO outbox (event_id, job_id, project, generation, type)
         VALUES (
-            'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation,
-            NEW.id, NEW.project, NEW.generation, 'video.' || NEW.state
+            'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation, NEW.id, NEW.project, NEW.generation, what
         );
     END IF;
     RETURN NULL;
 END $$;
 """
+
+# whether what becomes of its single jobs is told: thousands of them end in a night
+TELLS = """
+CREATE FUNCTION campaign_tells(campaign text, what text) RETURNS boolean LANGUAGE sql STABLE AS $$
+    SELECT EXISTS (
+        SELECT FROM campaigns
+        WHERE id = campaign AND tell_items AND coalesce(jsonb_exists(webhook -> 'events', what), true)
+    )
+$$;
+"""
+
+# the URLs that a job, its campaign or both name
+OWN_WEBHOOKS = """
+CREATE FUNCTION own_webhooks(event outbox) RETURNS TABLE (endpoint_id text, origin text, url text)
+LANGUAGE sql STABLE AS $$
+    SELECT webhook ->> 'endpoint', webhook ->> 'origin', webhook ->> 'url' FROM (
+        SELECT request -> 'webhook' FROM jobs WHERE id = event.job_id
+        UNION ALL
+        SELECT webhook FROM campaigns WHERE id = CASE WHEN event.type LIKE 'batch.%' THEN event.job_id
+            ELSE (SELECT campaign_id FROM jobs WHERE id = event.job_id) END
+    ) AS own (webhook)
+    WHERE jsonb_exists(webhook -> 'events', event.type)
+    GROUP BY 1, 2, 3
+$$;
+"""
+
+TARGETS = """
+CREATE OR REPLACE FUNCTION webhook_targets(event outbox) RETURNS TABLE (endpoint_id text, url text)
+LANGUAGE sql STABLE AS $$
+    SELECT id, NULL FROM webhook_endpoints
+    WHERE project = event.project AND origin IS NULL AND deleted_at IS NULL AND state = 'enabled'
+        AND event.type = ANY (event_types)
+        AND (event.type LIKE 'batch.%' OR NOT EXISTS (
+            SELECT FROM jobs
+            WHERE id = event.job_id AND campaign_id IS NOT NULL AND NOT campaign_tells(campaign_id, event.type)
+        ))
+    UNION ALL
+    SELECT endpoint_id, url FROM own_webhooks(event)
+$$;
+"""
+
+DESCRIBE = """
+CREATE OR REPLACE FUNCTION outbox_describe() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.type LIKE 'batch.%' THEN
+        SELECT jsonb_build_object(
+            'status', state,
+            'progress', CASE WHEN state = 'completed' THEN 100 WHEN loaded_at IS NULL OR total = 0 THEN 0
+                ELSE div(100 * (total - counts.queued - counts.in_progress), total) END,
+            'request_counts', jsonb_build_object(
+                'total', total, 'completed', counts.completed, 'failed', counts.failed + counts.invalid,
+                'queued', counts.queued, 'in_progress', counts.in_progress, 'cancelled', counts.cancelled,
+                'expired', counts.expired
+            ),
+            'name', name,
+            'metadata', metadata,
+            'output_file_id', output_file_id,
+            'error_file_id', error_file_id,
+            'error', CASE WHEN state = 'failed' THEN errors -> 'data' -> 0 END,
+            'sequence', NEW.generation
+        ) || coalesce(NEW.data, '{}') INTO NEW.data
+        FROM campaigns, LATERAL (
+            SELECT coalesce(sum(queued), 0) AS queued, coalesce(sum(in_progress), 0) AS in_progress,
+                coalesce(sum(completed), 0) AS completed, coalesce(sum(failed), 0) AS failed,
+                coalesce(sum(cancelled), 0) AS cancelled, coalesce(sum(expired), 0) AS expired,
+                coalesce(sum(invalid), 0) AS invalid,
+                coalesce(sum(queued + in_progress + completed + failed + cancelled + expired + invalid), 0) AS total
+            FROM campaign_counts WHERE campaign_id = NEW.job_id
+        ) AS counts
+        WHERE id = NEW.job_id;
+        RETURN NEW;
+    END IF;
+    {job}
+    RETURN NEW;
+END $$;
+"""
+DESCRIBE_JOB = """SELECT jsonb_build_object(
+        'status', CASE WHEN state = 'running' THEN 'in_progress' ELSE state END,
+        'attempt', attempt,
+        'progress', progress,
+        'error', CASE WHEN state IN ('failed', 'cancelled', 'expired') THEN error END,
+        'sequence', 1000 * (SELECT count(*) FROM job_events WHERE job_events.job_id = jobs.id) + progress
+    ) INTO NEW.data FROM jobs WHERE id = NEW.job_id;"""
+
+FAN_OUT = """
+CREATE OR REPLACE FUNCTION outbox_fan_out() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO webhook_endpoints (id, project, origin)
+    SELECT DISTINCT endpoint_id, NEW.project, origin FROM own_webhooks(NEW)
+    ON CONFLICT (id) DO NOTHING;
+    INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, job_id, type, sequence, url)
+    SELECT new_webhook_delivery_id(), NEW.project, endpoint_id, NEW.event_id, NEW.job_id, NEW.type,
+        coalesce((NEW.data ->> 'sequence')::bigint, 0), url
+    FROM webhook_targets(NEW);
+    RETURN NULL;
+END $$;
+"""
+
+TELL = """
+CREATE OR REPLACE FUNCTION jobs_tell() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    what CONSTANT text := CASE WHEN OLD.state = 'running' THEN 'video.progress' ELSE 'video.started' END;
+BEGIN
+    IF NEW.deleted_at IS NOT NULL OR NOT (
+        coalesce(jsonb_exists(NEW.request -> 'webhook' -> 'events', what), false) OR {others}
+    ) THEN
+        RETURN NULL;
+    END IF;
+    IF what = 'video.progress' AND EXISTS (
+        SELECT FROM outbox WHERE job_id = NEW.id AND type = what AND created_at > now() - interval '10 s'
+    ) THEN
+        RETURN NULL;
+    END IF;
+    INSERT INTO outbox (event_id, job_id, project, generation, type)
+    VALUES (
+        'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation
+            || CASE what WHEN 'video.progress' THEN '_p' || NEW.progress ELSE '_s' || NEW.fence END,
+        NEW.id, NEW.project, NEW.generation, what
+    ) ON CONFLICT (event_id) DO NOTHING;
+    RETURN NULL;
+END $$;
+"""
+
+IS_FOLLOWED = """EXISTS (
+            SELECT FROM webhook_endpoints WHERE project = NEW.project AND origin IS NULL AND deleted_at IS NULL
+                AND state = 'enabled' AND what = ANY (event_types)
+        )"""
+IS_OF_CAMPAIGN = f"""CASE WHEN NEW.campaign_id IS NULL THEN {IS_FOLLOWED}
+        ELSE campaign_tells(NEW.campaign_id, what) END"""
 
 # queued jobs of a campaign, some thousands at once; leased ones are asked to stop by whoever calls this
 CLOSE = """
@@ -294,13 +424,27 @@ def upgrade() -> None:
         op.add_column("jobs", sa.Column(name, type_, nullable=True))
     op.execute(COUNT)
     op.execute(ACCEPTED.format(campaigns=COUNT_ACCEPTED))
-    op.execute(HISTORY)
-    op.execute(CLOSE)
+    for function in (
+        TELLS,
+        HISTORY,
+        CLOSE,
+        OWN_WEBHOOKS,
+        TARGETS,
+        DESCRIBE.replace("{job}", DESCRIBE_JOB),
+        FAN_OUT,
+        TELL.format(others=IS_OF_CAMPAIGN),
+    ):
+        op.execute(function)
 
 
 def downgrade() -> None:
     op.execute("DROP FUNCTION close_campaign_jobs")
-    op.execute(OLD_HISTORY)
+    for function in (OLD_HISTORY, OLD_TARGETS, OLD_DESCRIBE, OLD_FAN_OUT, TELL.format(others=IS_FOLLOWED)):
+        op.execute(function)
+    op.execute("DROP FUNCTION own_webhooks")
+    op.execute("DROP FUNCTION campaign_tells")
+    op.execute("DELETE FROM webhook_deliveries WHERE type LIKE 'batch.%'")
+    op.execute("DELETE FROM outbox WHERE type LIKE 'batch.%'")
     op.execute(ACCEPTED.format(campaigns=""))
     op.execute("DROP FUNCTION count_campaign_job")
     for name in reversed(JOB_COLUMNS):
@@ -362,6 +506,41 @@ BEGIN
             NEW.id, NEW.project, NEW.generation, 'video.' || NEW.state
         );
     END IF;
+    RETURN NULL;
+END $$;
+"""
+
+OLD_TARGETS = """
+CREATE OR REPLACE FUNCTION webhook_targets(event outbox) RETURNS TABLE (endpoint_id text, url text)
+LANGUAGE sql STABLE AS $$
+    SELECT id, NULL FROM webhook_endpoints
+    WHERE project = event.project AND origin IS NULL AND deleted_at IS NULL AND state = 'enabled'
+        AND event.type = ANY (event_types)
+    UNION ALL
+    SELECT request -> 'webhook' ->> 'endpoint', request -> 'webhook' ->> 'url' FROM jobs
+    WHERE id = event.job_id AND jsonb_exists(request -> 'webhook' -> 'events', event.type)
+$$;
+"""
+
+OLD_DESCRIBE = f"""
+CREATE OR REPLACE FUNCTION outbox_describe() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    {DESCRIBE_JOB}
+    RETURN NEW;
+END $$;
+"""
+
+OLD_FAN_OUT = """
+CREATE OR REPLACE FUNCTION outbox_fan_out() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO webhook_endpoints (id, project, origin)
+    SELECT request -> 'webhook' ->> 'endpoint', NEW.project, request -> 'webhook' ->> 'origin' FROM jobs
+    WHERE id = NEW.job_id AND jsonb_exists(request -> 'webhook' -> 'events', NEW.type)
+    ON CONFLICT (id) DO NOTHING;
+    INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, job_id, type, sequence, url)
+    SELECT new_webhook_delivery_id(), NEW.project, endpoint_id, NEW.event_id, NEW.job_id, NEW.type,
+        coalesce((NEW.data ->> 'sequence')::bigint, 0), url
+    FROM webhook_targets(NEW);
     RETURN NULL;
 END $$;
 """

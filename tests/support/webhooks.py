@@ -33,7 +33,8 @@ LOCAL: dict[str, Any] = {"webhook_key": WEBHOOK_KEY, "webhook_loopback": True}
 """Settings with which receivers of tests may be told."""
 TABLES = (
     "jobs, job_attempts, job_events, outbox, project_shares, "
-    "webhook_attempts, webhook_deliveries, webhook_endpoints, webhook_secrets"
+    "webhook_attempts, webhook_deliveries, webhook_endpoints, webhook_secrets, "
+    "campaigns, campaign_counts, campaign_line_errors"
 )
 
 

@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict
 from rushes_core import keys
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import Moment, printable, shown
-from rushes_core.ids import is_delivery_id, is_endpoint_id, is_video_id, new_delivery_id
+from rushes_core.ids import is_campaign_id, is_delivery_id, is_endpoint_id, is_video_id, new_delivery_id
 from rushes_core.listed import Listed
 from rushes_core.moment import unix_or_none
 from rushes_core.webhooks import deliveries
-from rushes_core.webhooks.events import EVENT_TYPES, EventTypes
+from rushes_core.webhooks.events import BATCH_TYPES, EVENT_TYPES, EventTypes
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -53,6 +53,8 @@ class DeliveryObject(Listed):
     event_type: str
     sequence: int
     video_id: str | None
+    batch_id: str | None
+    """Of the campaign that the event itself tells of, not of a video's."""
     webhook_endpoint_id: str | None
     """Null for a job's own `webhook_url`."""
     url: str | None
@@ -98,6 +100,7 @@ def _object(row: tuple[WebhookDelivery, WebhookEndpoint]) -> DeliveryObject:
 
 
 def _describe(delivery: WebhookDelivery, endpoint: WebhookEndpoint) -> dict[str, Any]:
+    is_of_batch = delivery.type in BATCH_TYPES
     return {
         "id": delivery.id,
         "object": "webhook_delivery",
@@ -106,7 +109,8 @@ def _describe(delivery: WebhookDelivery, endpoint: WebhookEndpoint) -> dict[str,
         "event_id": delivery.event_id,
         "event_type": delivery.type,
         "sequence": delivery.sequence,
-        "video_id": delivery.job_id,
+        "video_id": None if is_of_batch else delivery.job_id,
+        "batch_id": delivery.job_id if is_of_batch else None,
         "webhook_endpoint_id": endpoint.id if endpoint.origin is None else None,
         "url": delivery.url or endpoint.url,
         "status": delivery.state,
@@ -153,7 +157,7 @@ async def _find(delivery_id: str, *, project: str, session: AsyncSession) -> tup
 async def list_webhook_deliveries(
     caller: WebhookCaller,
     parameters: Annotated[
-        Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "video_id", "status", "webhook_endpoint_id"))
+        Mapping[str, str], Depends(query(*PAGE_PARAMETERS, "video_id", "batch_id", "status", "webhook_endpoint_id"))
     ],
     session: Session,
 ) -> DeliveryList:
@@ -163,6 +167,7 @@ async def list_webhook_deliveries(
         statement = statement.where(deliveries.in_state(one_of("status", parameters["status"], STATUSES)))
     for name, is_id, column in (
         ("video_id", is_video_id, WebhookDelivery.job_id),
+        ("batch_id", is_campaign_id, WebhookDelivery.job_id),
         ("webhook_endpoint_id", is_endpoint_id, WebhookDelivery.endpoint_id),
     ):
         if name in parameters:
@@ -207,7 +212,7 @@ async def redeliver_webhook(
         if (await session.execute(deliveries.event_of(delivery.event_id))).first() is None:
             raise TransitionRefused(
                 f"the event is not kept any more: events are for {deliveries.RETENTION_DAYS} days, or until the video "
-                "is deleted"
+                "or batch is deleted"
             )
         made = (await session.execute(deliveries.redeliver(delivery, new_id=new_id))).scalar_one_or_none()
         return _with_attempts(made or await session.get_one(WebhookDelivery, new_id), endpoint, [])

@@ -49,6 +49,7 @@ class Claimed:
     """Whether the last attempt at the endpoint failed."""
     event_id: str
     job_id: str | None
+    """Id of the job, or of the campaign, that it tells of."""
     type: str
     url: str | None
     number: int
@@ -59,10 +60,14 @@ class Claimed:
     data: dict[str, Any] | None
     """Null for a test, and for an event that is no longer kept."""
     metadata: dict[str, Any] | None
+    """The job's."""
+    custom_id: str | None
+    campaign_id: str | None
+    """Of which the job is."""
     event_at: datetime
     created_at: datetime
     is_deleted: bool
-    """Whether the job was deleted: it tells nothing any more."""
+    """Whether the job or campaign was deleted: it tells nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +154,14 @@ SELECT claimed.id, claimed.fence, claimed.kind, claimed.project, claimed.endpoin
     claimed.step, coalesce(e.secret, s.secret) AS secret,
     CASE WHEN e.secret IS NULL THEN CASE WHEN s.previous_until > now() THEN s.previous_secret END
         WHEN e.previous_until > now() THEN e.previous_secret END AS previous_secret,
-    o.data, j.request -> 'metadata' AS metadata, coalesce(o.created_at, claimed.created_at) AS event_at,
-    claimed.created_at, j.deleted_at IS NOT NULL AS is_deleted
+    o.data, j.request -> 'metadata' AS metadata, j.custom_id, j.campaign_id,
+    coalesce(o.created_at, claimed.created_at) AS event_at, claimed.created_at,
+    j.deleted_at IS NOT NULL OR c.deleted_at IS NOT NULL AS is_deleted
 FROM claimed JOIN webhook_endpoints AS e ON e.id = claimed.endpoint_id
     LEFT JOIN webhook_secrets AS s ON e.secret IS NULL AND s.project = e.project
     LEFT JOIN outbox AS o ON o.event_id = claimed.event_id
     LEFT JOIN jobs AS j ON j.id = claimed.job_id
+    LEFT JOIN campaigns AS c ON c.id = claimed.job_id AND j.id IS NULL
 ORDER BY claimed.next_at
 """
 )
@@ -283,14 +290,14 @@ def settle(outcomes: Sequence[Outcome]) -> TextClause:
 
 
 def supersede(delivery_ids: Collection[str]) -> TextClause:
-    """Cancel what earlier states of a job have to tell an endpoint that was told of its end."""
+    """Cancel what earlier states of a job or campaign have to tell an endpoint that was told of its end."""
     return text("""
 UPDATE webhook_deliveries AS d
 SET state = 'cancelled', last_error = 'superseded', finished_at = now()
 FROM webhook_deliveries AS told
 WHERE told.id = ANY (:ids) AND told.state = 'delivered' AND d.job_id = told.job_id
     AND d.endpoint_id = told.endpoint_id AND d.state = 'pending' AND d.sequence < told.sequence
-    AND d.type IN ('video.started', 'video.progress')
+    AND d.type IN ('video.started', 'video.progress', 'batch.progress')
 """).bindparams(ids=list(delivery_ids))
 
 
@@ -490,11 +497,15 @@ def attempts(delivery_id: str) -> Select[WebhookAttempt]:
     return select(WebhookAttempt).where(WebhookAttempt.delivery_id == delivery_id).order_by(WebhookAttempt.number)
 
 
+_IS_KNOWN = """(
+        EXISTS (SELECT FROM jobs AS j WHERE j.id = o.job_id AND j.deleted_at IS NULL)
+        OR EXISTS (SELECT FROM campaigns AS c WHERE c.id = o.job_id AND c.deleted_at IS NULL)
+    )"""
+
+
 def event_of(event_id: str) -> TextClause:
-    """Whether the event is still kept, and its job is not deleted."""
-    return text("""
-SELECT 1 FROM outbox AS o JOIN jobs AS j ON j.id = o.job_id WHERE o.event_id = :event_id AND j.deleted_at IS NULL
-""").bindparams(event_id=event_id)
+    """Whether the event is still kept, and its job or campaign is not deleted."""
+    return text(f"SELECT 1 FROM outbox AS o WHERE o.event_id = :event_id AND {_IS_KNOWN}").bindparams(event_id=event_id)
 
 
 def redeliver(delivery: WebhookDelivery, *, new_id: str) -> ReturningInsert[WebhookDelivery]:
@@ -525,13 +536,14 @@ def replay(
 
     Those that wait for delivery there anyway are passed over. `event_at` of each.
     """
-    return text("""
+    return text(f"""
 WITH told AS MATERIALIZED (
     SELECT o.event_id, o.job_id, o.type, o.created_at, coalesce((o.data ->> 'sequence')::bigint, 0) AS sequence,
         t.endpoint_id, t.url
-    FROM outbox AS o JOIN jobs AS j ON j.id = o.job_id, LATERAL webhook_targets(o) AS t
+    FROM outbox AS o, LATERAL webhook_targets(o) AS t
     WHERE o.project = :project AND o.created_at >= :since AND o.created_at < :until AND o.type = ANY (:types)
-        AND j.deleted_at IS NULL AND (CAST(:endpoint_id AS text) IS NULL OR t.endpoint_id = :endpoint_id)
+        AND {_IS_KNOWN}
+        AND (CAST(:endpoint_id AS text) IS NULL OR t.endpoint_id = :endpoint_id)
         AND EXISTS (SELECT FROM webhook_endpoints AS e WHERE e.id = t.endpoint_id AND e.state = 'enabled')
         AND NOT EXISTS (
             SELECT FROM webhook_deliveries AS d WHERE d.endpoint_id = t.endpoint_id AND d.event_id = o.event_id

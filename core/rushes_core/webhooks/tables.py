@@ -90,10 +90,11 @@ class WebhookDelivery(Base):
     event_id: Mapped[str]
     """Sent as `webhook-id`: the same in every attempt and every redelivery of the event."""
     job_id: Mapped[str | None]
+    """Of the job, or of the campaign, that it tells of; null: a test."""
     type: Mapped[str] = mapped_column(String(32))
     sequence: Mapped[int] = mapped_column(server_default=text("0"))
     url: Mapped[str | None]
-    """The job's `webhook_url`; null: the endpoint's own."""
+    """The `webhook_url` of the job or campaign; null: the endpoint's own."""
 
     state: Mapped[str] = mapped_column(String(16), server_default=text("'pending'"))
     """`pending`, `delivering`, `delivered`, `failed` or `cancelled`."""

@@ -18,7 +18,15 @@ from rushes_core.log import get_logger
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.deliveries import Claimed, Outcome
-from rushes_core.webhooks.events import FINAL_TYPES, SAMPLE_VIDEO, event_body, sample_data
+from rushes_core.webhooks.events import (
+    BATCH_TYPES,
+    END_TYPES,
+    SAMPLE_BATCH,
+    SAMPLE_VIDEO,
+    Subject,
+    event_body,
+    sample_data,
+)
 from rushes_core.webhooks.guard import Guard, Lookup, look_up
 from rushes_core.webhooks.schedule import JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS, delay_after, retry_after
 from rushes_core.webhooks.signing import PublicKeys, SecretUnreadable, Vault, sign
@@ -172,7 +180,7 @@ class Sender:
                 log.warning("webhook_endpoint_paused", endpoint_id=endpoint.id, failures=endpoint.failures)
 
     async def _deliver(self, group: list[Claimed], claimed_at: float) -> None:
-        """Make the requests of one job's deliveries to one endpoint, earlier events first."""
+        """Make the requests of one job's or campaign's deliveries to one endpoint, earlier events first."""
         for claimed in group:
             # the lease must outlast the request: another sender would make the same one
             if time.monotonic() > claimed_at + self._lease_seconds - self._timeout_seconds - 1:
@@ -184,7 +192,7 @@ class Sender:
                 # it is tried again by the schedule: one that was only left to its lease would be for ever
                 log.exception("webhook_attempt_crashed", delivery_id=claimed.id)
                 outcome = _after(claimed, Answer(None, "internal_error", 0))
-            if outcome.state == "delivered" and claimed.type in FINAL_TYPES and claimed.job_id is not None:
+            if outcome.state == "delivered" and claimed.type in END_TYPES and claimed.job_id is not None:
                 self._told_ends.add(outcome.id)
             self._done.append(outcome)
             if outcome.error is not None:
@@ -199,8 +207,9 @@ class Sender:
 
     async def _attempt(self, claimed: Claimed) -> Outcome:
         ended = Outcome(claimed.id, claimed.fence, "cancelled")
+        is_of_batch = claimed.type in BATCH_TYPES
         if claimed.is_deleted:
-            return replace(ended, error="video_deleted")
+            return replace(ended, error="batch_deleted" if is_of_batch else "video_deleted")
         if claimed.data is None and claimed.kind != "test":
             return replace(ended, error="event_forgotten")
         if claimed.secret is None or claimed.url is None:
@@ -214,9 +223,13 @@ class Sender:
             event_id=claimed.event_id,
             type=claimed.type,
             created_at=claimed.event_at,
-            video_id=claimed.job_id or SAMPLE_VIDEO,
+            subject=Subject(
+                claimed.job_id or (SAMPLE_BATCH if is_of_batch else SAMPLE_VIDEO),
+                metadata=claimed.metadata or {},
+                custom_id=claimed.custom_id,
+                campaign_id=claimed.campaign_id,
+            ),
             data=sample_data(claimed.type) if claimed.data is None else claimed.data,
-            metadata=claimed.metadata or {},
         )
         headers = sign(claimed.event_id, int(time.time()), body, secrets, self._public_keys)
         return _after(claimed, await self._transport.post(claimed.url, body, headers))
