@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rushes_core.errors import RushesError
+from rushes_core.errors import InvalidRequest, RushesError
+from rushes_core.request import parse
 
 from rushes_cli.local import LocalRushes, Parts
+from rushes_cli.main import UsageError
 from rushes_cli.signals import Interrupted, end_with_parent, interruptible
 from rushes_cli.stack.ports import free_port
 from rushes_cli.terminal import ProgressLine, say
@@ -27,13 +29,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Render one clip; returns 0 when it passed every check.
 
     Raises:
+        UsageError: the arguments ask for what is not served; nothing was started.
         RushesError: the clip was not made, not found in the bucket, or not as it must be.
     """
+    parts = Parts(free_port(), arguments.layout, arguments.device)
+    parts.check()
     try:
-        with (
-            interruptible(),
-            LocalRushes(arguments.state, Parts(free_port(), arguments.layout, arguments.device)) as rushes,
-        ):
+        parse(_request(arguments))
+    except InvalidRequest as error:
+        raise UsageError(str(error)) from None
+    try:
+        with interruptible(), LocalRushes(arguments.state, parts) as rushes:
             if arguments.end_with_parent:
                 end_with_parent()
             _demonstrate(rushes, arguments)
@@ -42,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 128 + interruption.signum
     say("everything is stopped")
     return 0
+
+
+def _request(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("prompt", "seconds", "size", "seed")}
 
 
 def _demonstrate(rushes: LocalRushes, arguments: argparse.Namespace) -> None:
@@ -53,7 +63,7 @@ def _demonstrate(rushes: LocalRushes, arguments: argparse.Namespace) -> None:
     with httpx.Client(
         base_url=rushes.base_url, headers=headers, trust_env=False, timeout=30, follow_redirects=True
     ) as client:
-        request = {name: getattr(arguments, name) for name in ("prompt", "seconds", "size", "seed")}
+        request = _request(arguments)
         say(f"POST {rushes.base_url}/v1/videos {request}")
         began = time.monotonic()
         video = _json(client.post("/v1/videos", json=request))

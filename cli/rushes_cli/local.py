@@ -10,8 +10,12 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-from rushes_core.contract import CONTRACT_FILE
+from rushes_core.contract import CONTRACT_FILE, load_contract
+from rushes_core.prompt import PromptTokenizer
+from rushes_worker.devices import find_devices
+from rushes_worker.layout import Layout
 
+from rushes_cli.main import UsageError, warn_of_unknown_variables
 from rushes_cli.stack import EmbeddedStack, StackError
 from rushes_cli.stack.ports import is_free
 
@@ -30,6 +34,22 @@ class Parts:
     device: str = "auto"
     checkpoint: Path | None = None
 
+    def check(self) -> None:
+        """Look at layout, devices and checkpoint, before anything is started for them.
+
+        Raises:
+            UsageError: no such layout, or not on these devices.
+            CheckpointError: the checkpoint cannot be served.
+        """
+        warn_of_unknown_variables()
+        try:
+            find_devices(Layout.parse(self.layout), self.device)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if self.checkpoint is not None:
+            load_contract(self.checkpoint)
+            PromptTokenizer(self.checkpoint / "tokenizer" / "tokenizer.json")
+
 
 class LocalRushes:
     """Runs between `start` and `stop`; also a context manager."""
@@ -46,6 +66,11 @@ class LocalRushes:
     @property
     def api_key(self) -> str:
         return self.stack.secrets.api_key
+
+    @property
+    def database_url(self) -> str:
+        """What `RUSHES_DATABASE_URL` is for those parts, password and all."""
+        return self._env["RUSHES_DATABASE_URL"]
 
     @property
     def bucket(self) -> str:

@@ -25,6 +25,7 @@ Rushes is ready. Ctrl-C stops it; what it stored stays in {state}.
   API key   {key}
   model     {model}
   bucket    s3://{bucket} at {store}
+  database  {database}
   logs      {logs}
 
 With curl:
@@ -33,6 +34,10 @@ With curl:
     -d '{body}'
   curl -s {url}/v1/videos/VIDEO_ID -H 'Authorization: Bearer {key}'
   curl -sLo clip.mp4 {url}/v1/videos/VIDEO_ID/content -H 'Authorization: Bearer {key}'
+
+With `rushes keys` and `rushes projects`:
+
+  export RUSHES_DATABASE_URL='{database}'
 
 With the OpenAI SDK (pip install openai):
 
@@ -64,6 +69,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         if port != DEFAULT_PORT:
             say(f"port {DEFAULT_PORT} is taken, so the API gets port {port}")
     parts = Parts(port, arguments.layout, arguments.device, arguments.checkpoint)
+    parts.check()
     with LocalRushes(arguments.state, parts) as rushes:
         rushes.start(say)
         say(f"starting the API, a dispatcher, a sender of webhooks and a worker of layout {parts.layout} ...")
@@ -89,6 +95,7 @@ def _instructions(rushes: LocalRushes) -> str:
         key=key,
         model=model,
         bucket=rushes.bucket,
+        database=rushes.database_url,
         store=rushes.stack.settings_env["RUSHES_S3_ENDPOINT_URL"],
         logs=rushes.stack.logs,
         body=json.dumps({"prompt": _PROMPT, "seconds": "5"}),

@@ -3,12 +3,13 @@
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rushes_worker.media.validate import validate_clip
-from support.commands import Up, descendants, processes_of, run
+from support.commands import RUSHES, Up, clean_environment, descendants, processes_of, run
 from support.waiting import wait_until
 
 REQUEST = {"prompt": "A paper boat drifts down a rain gutter", "seconds": "4", "size": "480x480"}
@@ -53,10 +54,28 @@ def test_demo_renders_a_clip_and_says_what_it_is(state: Path) -> None:
 
 
 def test_demo_that_fails_says_why_and_stops_everything(state: Path) -> None:
-    done = run("demo", "--state", state, "--size", "31x17", cwd=state.parent)
+    done = run("demo", "--state", state, "--size", "480x480", "--prompt", "a " * 20_000, cwd=state.parent)
     assert done.returncode == 1
-    assert re.search(r"rushes demo: POST /v1/videos answered 400: .*31x17", done.stderr), done.stderr
+    assert re.search(r"rushes demo: POST /v1/videos answered 400: prompt ", done.stderr), done.stderr
     assert processes_of(state) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("demo --size 31x17", "rushes demo: size must be one of .*31x17"),
+        ("demo --seconds 99", "rushes demo: seconds must be between 4 and 15, got 99"),
+        ("demo --layout r1s3", "rushes demo: layout 'r1s3': s must be one of"),
+        ("up --layout 4", "rushes up: layout '4': expected rRsS"),
+    ],
+)
+def test_arguments_that_cannot_be_served_are_named_before_anything_is_started(
+    tmp_path: Path, words: str, message: str
+) -> None:
+    done = run(*words.split(), "--state", tmp_path / "state", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(state: Path) -> None:
@@ -103,9 +122,17 @@ def test_part_that_dies_ends_the_run_with_its_name_and_log(up: Up) -> None:
     assert processes_of(up.state_dir) == []
 
 
-def test_checkpoint_that_cannot_be_served_is_reported_by_name(state: Path) -> None:
-    missing = state.with_name("no-checkpoint")
-    failed = run("up", "--state", state, "--checkpoint", missing, cwd=state.parent)
+def test_checkpoint_that_cannot_be_served_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    missing = tmp_path / "no-checkpoint"
+    failed = run("up", "--state", tmp_path / "state", "--checkpoint", missing, cwd=tmp_path)
     assert failed.returncode == 1
-    assert str(missing) in failed.stderr
-    assert processes_of(state) == []
+    assert f"rushes up: {missing}: no such directory" in failed.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_printed_address_of_the_database_opens_it_for_operators(up: Up) -> None:
+    address = re.search(r"export RUSHES_DATABASE_URL='(\S+)'", up.output())
+    assert address is not None
+    env = clean_environment() | {"RUSHES_DATABASE_URL": address[1]}
+    done = subprocess.run([*RUSHES, "projects", "list"], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1].startswith("default ")
