@@ -305,6 +305,15 @@ class Job(Base):
         Index(
             "ix_jobs_campaign_state", "campaign_id", "state", "line", postgresql_where=text("campaign_id IS NOT NULL")
         ),
+        Index(
+            "ix_jobs_campaign_open",
+            "campaign_id",
+            "state",
+            postgresql_where=text(
+                f"campaign_id IS NOT NULL AND state IN ('queued', {_sql_list(LEASED_STATES)}) "
+                "AND hold IS DISTINCT FROM 'campaign'"
+            ),
+        ),
         {"postgresql_with": {"fillfactor": 80}},
     )
 
@@ -348,7 +357,8 @@ class OutboxEvent(Base):
     """What happened to a job or a campaign, to be told outside: written in the transaction in which it happens.
 
     Every end of a generation of a job is here, a start or progress only where somebody wants to be told; jobs of a
-    campaign only if it tells of them. What was deleted tells nothing. There is no foreign key: what happened stays true when the row is gone.
+    campaign only if it tells of them. What was deleted tells nothing. There is no foreign key: what happened stays true
+    when the row is gone.
     """
 
     __tablename__ = "outbox"
@@ -364,7 +374,8 @@ class OutboxEvent(Base):
     type: Mapped[str] = mapped_column(String(32))
     """One of `rushes_core.webhooks.events.EVENT_TYPES`."""
     data: Mapped[dict[str, Any] | None]
-    """The job or campaign at that moment; of a job `status`, `attempt`, `progress`, `error` and `sequence`, which rises with each event."""
+    """The job or campaign at that moment; of a job `status`, `attempt`, `progress`, `error` and `sequence`, which rises
+    with each event."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -417,6 +428,8 @@ class MeasuredTime(Base):
     run_p50: Mapped[float] = mapped_column(Double())
     run_p80: Mapped[float] = mapped_column(Double())
     """Seconds from start to completion."""
+    run_p90: Mapped[float | None] = mapped_column(Double())
+    """Null: not measured since there is the column."""
     phases: Mapped[dict[str, Any]]
     """Mean seconds per phase."""
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())

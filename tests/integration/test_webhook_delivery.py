@@ -1,8 +1,6 @@
 """Deliveries from what happens to a job to the receiver that takes it, on real Postgres and real sockets."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
@@ -22,32 +20,19 @@ from rushes_core.webhooks.signing import PublicKeys
 from rushes_worker.webhooks import sender as sender_module
 from sqlalchemy import text
 from standardwebhooks import Webhook
-from support.commands import clean_environment
 from support.receiver import Received, Receiver, hang, reply
 from support.stack import SharedStack
+from support.unwrapping import unwrapped
 from support.waiting import wait_until
 from support.webhooks import ED25519_KEY, LOCAL, Hooks, SenderProcess, SenderThread
 from support.worker import Jobs
 
-OLDER_SDK = Path(sys.prefix) / "openai2"
-UNWRAP = str(Path(__file__).parents[1] / "support" / "unwrap.py")
 AWKWARD = {"title": 'día "ひまわり" 🌻\\ \n\t<script>\u2028', "字": "第一\r\n行"}
 
 
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
     return stack.settings(**LOCAL, webhook_ed25519_key=ED25519_KEY, webhook_timeout_seconds=5)
-
-
-def unwrapped(received: Received, secret: str, *, line: int) -> dict[str, Any]:
-    """What `client.webhooks.unwrap` of this line of the `openai` package makes of a request."""
-    env = clean_environment() | ({"PYTHONPATH": str(OLDER_SDK)} if line == 2 else {})
-    sent = {"secret": secret, "body": received.body.decode(), "headers": dict(received.headers)}
-    command = [sys.executable, "-P", UNWRAP]
-    done = subprocess.run(command, env=env, input=json.dumps(sent), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
 
 
 class TestBody:
@@ -116,13 +101,13 @@ class TestSignature:
         verified = Webhook(secret.text).verify(received.body, received.signed)
         assert verified["data"]["metadata"] == AWKWARD
         for line in (2, 3):
-            said = unwrapped(received, secret.text, line=line)
+            (said,) = unwrapped([received], secret.text, line=line)
             assert said.pop("openai").startswith(f"{line}.")
             assert said == {
                 "is_checked": True,
                 "id": received.event_id,
                 "type": "video.completed",
-                "video_id": job.id,
+                "subject_id": job.id,
                 "created_at": json.loads(received.body)["created_at"],
             }
 
