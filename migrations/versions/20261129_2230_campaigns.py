@@ -119,7 +119,8 @@ BEGIN
     IF NEW.state = 'queued' THEN
         INSERT INTO project_shares (project) VALUES (NEW.project) ON CONFLICT DO NOTHING;
         IF NEW.campaign_id IS NOT NULL AND OLD.state IN ('failed', 'cancelled', 'expired') THEN
-            UPDATE campaigns SET state = 'in_progress', reopened_at = now(), told_progress = 0
+            UPDATE campaigns SET state = 'in_progress', reopened_at = now(), told_progress = 0,
+                expires_at = CASE WHEN expires_at > now() THEN expires_at END
             WHERE id = NEW.campaign_id AND state IN ('completed', 'cancelled', 'expired', 'finalizing');
         END IF;
     ELSIF NEW.deleted_at IS NULL AND (
@@ -130,6 +131,12 @@ BEGIN
         VALUES (
             'evt_' || split_part(NEW.id, '_', 2) || '_' || NEW.generation, NEW.id, NEW.project, NEW.generation, what
         );
+    END IF;
+    -- last, because claims of the project wait for it; not for leases that ran out, of which one statement ends several
+    IF OLD.charged IS NOT NULL AND OLD.state IN ('claimed', 'running') AND OLD.lease_until > now() THEN
+        UPDATE project_shares SET virtual_time = virtual_time - OLD.charged + seconds / coalesce(
+            (SELECT weight FROM projects WHERE name = NEW.project), 1
+        ) WHERE project = NEW.project;
     END IF;
     RETURN NULL;
 END $$;
@@ -303,6 +310,83 @@ BEGIN
 END $$;
 """
 
+# failed jobs, and others that ended without a clip where that was asked for: each a new generation that starts from
+# nothing, as a retry of a single job does
+RETRY = """
+CREATE FUNCTION retry_campaign_jobs(campaign text, at_most integer) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    wanted jsonb;
+    retried integer;
+BEGIN
+    SELECT retry INTO wanted FROM campaigns WHERE id = campaign;
+    IF wanted IS NULL THEN
+        RETURN 0;
+    END IF;
+    PERFORM set_config('rushes.counted', 'on', true);
+    WITH ended AS MATERIALIZED (
+        SELECT each.* FROM unnest(
+            CASE WHEN (wanted ->> 'include_cancelled')::boolean THEN ARRAY['failed', 'cancelled', 'expired']
+            ELSE ARRAY['failed'] END
+        ) AS old (state), LATERAL (
+            SELECT id, jobs.state FROM jobs
+            WHERE campaign_id = campaign AND jobs.state = old.state AND deleted_at IS NULL
+                AND finished_at <= to_timestamp((wanted ->> 'before')::double precision)
+                AND (old.state <> 'failed' OR wanted -> 'codes' IS NULL OR jsonb_exists(wanted -> 'codes', error ->> 'code'))
+            ORDER BY line LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED
+        ) AS each LIMIT at_most
+    ), changed AS (
+        UPDATE jobs SET state = 'queued', hold = 'campaign', generation = generation + 1, attempt = 0, crash_count = 0,
+            crashed_on = '{}', error_count = 0, low_memory = false, progress = 0, error = NULL, timings = '{}',
+            phase = NULL, completed_steps = 0, started_at = NULL, finished_at = NULL, cancel_requested_at = NULL,
+            deadline_at = CASE WHEN deadline_at > now() THEN deadline_at END,
+            seed = CASE WHEN (wanted ->> 'new_seeds')::boolean THEN floor(random() * 2 ^ 53)::bigint ELSE seed END
+        FROM ended WHERE jobs.id = ended.id
+        RETURNING ended.state AS old_state, jobs.num_frames * jobs.width * jobs.height / 10000 AS cost
+    ), total AS (
+        SELECT count(*) AS n, count(*) FILTER (WHERE old_state = 'failed') AS failed,
+            count(*) FILTER (WHERE old_state = 'cancelled') AS cancelled,
+            count(*) FILTER (WHERE old_state = 'expired') AS expired, coalesce(sum(cost), 0) AS cost
+        FROM changed
+    ), counted AS (
+        INSERT INTO campaign_counts AS counts (
+            campaign_id, shard, queued, failed, cancelled, expired, remaining_cost
+        )
+        SELECT campaign, pg_backend_pid() % 8, n, -failed, -cancelled, -expired, cost FROM total WHERE n > 0
+        ON CONFLICT (campaign_id, shard) DO UPDATE SET
+            queued = counts.queued + excluded.queued,
+            failed = counts.failed + excluded.failed,
+            cancelled = counts.cancelled + excluded.cancelled,
+            expired = counts.expired + excluded.expired,
+            remaining_cost = counts.remaining_cost + excluded.remaining_cost
+    )
+    SELECT n INTO retried FROM total;
+    PERFORM set_config('rushes.counted', 'off', true);
+    RETURN retried;
+END $$;
+"""
+
+# whoever opens jobs of a campaign holds this lock, too: what it opened is seen here, and it sees what is paused here
+CLOSE_OPEN = """
+CREATE FUNCTION close_open_jobs(campaign text) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    closed integer;
+BEGIN
+    PERFORM pg_advisory_xact_lock(738764376, hashtext(campaign));
+    WITH open AS MATERIALIZED (
+        SELECT id FROM jobs WHERE campaign_id = campaign AND state = 'queued' AND hold IS DISTINCT FROM 'campaign'
+        FOR NO KEY UPDATE SKIP LOCKED
+    )
+    UPDATE jobs SET hold = 'campaign', start_by = NULL, stop_at = NULL FROM open WHERE jobs.id = open.id;
+    GET DIAGNOSTICS closed = ROW_COUNT;
+    WITH waiting AS MATERIALIZED (
+        SELECT id FROM jobs WHERE campaign_id = campaign AND state = 'claimed' AND hold IS DISTINCT FROM 'campaign'
+        FOR NO KEY UPDATE SKIP LOCKED
+    )
+    UPDATE jobs SET start_by = now() FROM waiting WHERE jobs.id = waiting.id;
+    RETURN closed;
+END $$;
+"""
+
 
 def upgrade() -> None:
     op.create_table(
@@ -322,6 +406,7 @@ def upgrade() -> None:
         sa.Column("strict", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("priority", sa.SmallInteger(), server_default=sa.text("2"), nullable=False),
         *_columns(sa.BigInteger(), "max_attempts", "max_parallel", "max_failures"),
+        sa.Column("failures_excused", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("on_failure", sa.String(length=16), server_default=sa.text("'pause'"), nullable=False),
         sa.Column("budget_gpu_seconds", sa.Double(), nullable=True),
         sa.Column("on_budget", sa.String(length=16), server_default=sa.text("'complete_running'"), nullable=False),
@@ -343,6 +428,8 @@ def upgrade() -> None:
         sa.Column("fence", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("output_file_id", sa.Text(), nullable=True),
         sa.Column("error_file_id", sa.Text(), nullable=True),
+        sa.Column("output_seconds", sa.BigInteger(), nullable=True),
+        sa.Column("retry", _jsonb(), nullable=True),
         sa.Column("num_events", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("told_progress", sa.SmallInteger(), server_default=sa.text("0"), nullable=False),
         *_times("told_progress_at"),
@@ -357,6 +444,7 @@ def upgrade() -> None:
             "cancelled_at",
             "reopened_at",
             "deleted_at",
+            "purged_at",
         ),
         sa.CheckConstraint(
             "state IN ('validating', 'failed', 'in_progress', 'finalizing', 'completed', 'expired', 'cancelling', "
@@ -375,6 +463,13 @@ def upgrade() -> None:
         ["state", "id"],
         postgresql_where=sa.text("state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
     )
+    op.create_index(
+        "ix_campaigns_unpurged",
+        "campaigns",
+        ["id"],
+        postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+    )
+    op.create_index("ix_campaigns_retry", "campaigns", ["id"], postgresql_where=sa.text("retry IS NOT NULL"))
     op.create_table(
         "campaign_counts",
         sa.Column("campaign_id", sa.Text(), nullable=False),
@@ -418,6 +513,7 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("campaign_id", "line", name=op.f("pk_campaign_line_errors")),
     )
+    op.add_column("measured_times", sa.Column("run_p90", sa.Double(), nullable=True))
     op.add_column("projects", sa.Column("weight", sa.Double(), server_default=sa.text("1"), nullable=False))
     op.create_check_constraint(op.f("ck_projects_weight_is_positive"), "projects", "weight > 0")
     for name, type_ in JOB_COLUMNS.items():
@@ -428,6 +524,8 @@ def upgrade() -> None:
         TELLS,
         HISTORY,
         CLOSE,
+        CLOSE_OPEN,
+        RETRY,
         OWN_WEBHOOKS,
         TARGETS,
         DESCRIBE.replace("{job}", DESCRIBE_JOB),
@@ -438,6 +536,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("DROP FUNCTION retry_campaign_jobs")
+    op.execute("DROP FUNCTION close_open_jobs")
     op.execute("DROP FUNCTION close_campaign_jobs")
     for function in (OLD_HISTORY, OLD_TARGETS, OLD_DESCRIBE, OLD_FAN_OUT, TELL.format(others=IS_FOLLOWED)):
         op.execute(function)
@@ -451,6 +551,7 @@ def downgrade() -> None:
         op.drop_column("jobs", name)
     op.drop_constraint(op.f("ck_projects_weight_is_positive"), "projects")
     op.drop_column("projects", "weight")
+    op.drop_column("measured_times", "run_p90")
     for name in ("campaign_line_errors", "campaign_counts", "campaigns"):
         op.drop_table(name)
 

@@ -15,15 +15,18 @@ down_revision = "5b1e9c07d2a4"
 branch_labels = None
 depends_on = None
 
+OF_CAMPAIGNS = "campaign_id IS NOT NULL"
+OPEN = "state IN ('queued', 'claimed', 'running') AND hold IS DISTINCT FROM 'campaign'"
 INDEXES = {
-    "uq_jobs_campaign_line": (["campaign_id", "line"], True),
-    "uq_jobs_campaign_custom_id": (["campaign_id", "custom_id"], True),
-    "ix_jobs_campaign_state": (["campaign_id", "state", "line"], False),
+    "uq_jobs_campaign_line": (["campaign_id", "line"], True, OF_CAMPAIGNS),
+    "uq_jobs_campaign_custom_id": (["campaign_id", "custom_id"], True, OF_CAMPAIGNS),
+    "ix_jobs_campaign_state": (["campaign_id", "state", "line"], False, OF_CAMPAIGNS),
+    "ix_jobs_campaign_open": (["campaign_id", "state"], False, f"{OF_CAMPAIGNS} AND {OPEN}"),
 }
 
 
 def upgrade() -> None:
-    for name, (columns, unique) in INDEXES.items():
+    for name, (columns, unique, where) in INDEXES.items():
         _drop_index(name)
         with _patience():
             op.create_index(
@@ -31,7 +34,7 @@ def upgrade() -> None:
                 "jobs",
                 columns,
                 unique=unique,
-                postgresql_where=sa.text("campaign_id IS NOT NULL"),
+                postgresql_where=sa.text(where),
                 postgresql_concurrently=True,
             )
 

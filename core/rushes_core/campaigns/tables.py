@@ -55,6 +55,8 @@ class Campaign(Base):
     """Failed jobs after which `on_failure` is done."""
     on_failure: Mapped[str] = mapped_column(String(16), server_default=text("'pause'"))
     """`pause` or `cancel`."""
+    failures_excused: Mapped[int] = mapped_column(server_default=text("0"))
+    """Failed jobs for which `on_failure` was done already: they do not count any more."""
     budget_gpu_seconds: Mapped[float | None] = mapped_column(Double())
     on_budget: Mapped[str] = mapped_column(String(16), server_default=text("'complete_running'"))
     """When the budget is used up: `complete_running` holds what is left, `cancel` cancels it."""
@@ -95,6 +97,11 @@ class Campaign(Base):
     """Of the process that loads, closes or finishes it now."""
     output_file_id: Mapped[str | None]
     error_file_id: Mapped[str | None]
+    output_seconds: Mapped[int | None]
+    """How long these two are kept; null: until somebody deletes them."""
+    retry: Mapped[dict[str, Any] | None]
+    """Which of its ended jobs are still to be queued again: `codes`, `include_cancelled`, `new_seeds`, and `before`, in
+    Unix seconds: what ended later is not meant."""
     num_events: Mapped[int] = mapped_column(server_default=text("0"))
     """Events about it so far: each gets the next number."""
     told_progress: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
@@ -112,12 +119,16 @@ class Campaign(Base):
     reopened_at: Mapped[datetime | None]
     """When a job was last retried after the campaign had ended."""
     deleted_at: Mapped[datetime | None]
+    purged_at: Mapped[datetime | None]
+    """When the last of the jobs of a deleted campaign was deleted."""
 
     __table_args__ = (
         CheckConstraint(f"state IN ({_sql_list(STATES)})", name="state"),
         CheckConstraint("priority BETWEEN 0 AND 2", name="priority_is_a_class"),
         Index("ix_campaigns_project", "project", "id", postgresql_where=text("deleted_at IS NULL")),
         Index("ix_campaigns_active", "state", "id", postgresql_where=text(f"state IN ({_sql_list(ACTIVE_STATES)})")),
+        Index("ix_campaigns_unpurged", "id", postgresql_where=text("deleted_at IS NOT NULL AND purged_at IS NULL")),
+        Index("ix_campaigns_retry", "id", postgresql_where=text("retry IS NOT NULL")),
     )
 
 
