@@ -147,7 +147,7 @@ TELLS = """
 CREATE FUNCTION campaign_tells(campaign text, what text) RETURNS boolean LANGUAGE sql STABLE AS $$
     SELECT EXISTS (
         SELECT FROM campaigns
-        WHERE id = campaign AND tell_items AND coalesce(jsonb_exists(webhook -> 'events', what), true)
+        WHERE id = campaign AND (tell_items OR coalesce(jsonb_exists(webhook -> 'events', what), false))
     )
 $$;
 """

@@ -127,13 +127,20 @@ class TestWhoIsTold:
 
     def test_its_jobs_tell_what_it_names_to_its_url_and_to_endpoints(self, hooks: Hooks, campaigns: Campaigns) -> None:
         registered, _ = hooks.register(URL, "video.started", "video.completed", "video.failed")
-        campaign_id = campaigns.add("batch.completed", "video.started", "video.failed", tell_items=True)
+        campaign_id = campaigns.add("batch.completed", "video.started", "video.failed")
         campaigns.jobs(campaign_id, 2)
         hooks.complete(hooks.run())
         hooks.fail(hooks.run())
         wanted = ["video.started", "video.started", "video.failed"]
         assert campaigns.told(endpoint_id=registered) == wanted
         assert campaigns.told(url=URL) == wanted
+
+    def test_endpoints_are_told_of_all_its_jobs_if_it_says_so(self, hooks: Hooks, campaigns: Campaigns) -> None:
+        registered, _ = hooks.register(URL, "video.started", "video.completed")
+        campaigns.jobs(campaigns.add(tell_items=True), 1)
+        hooks.complete(hooks.run())
+        assert campaigns.told() == ["video.started", "video.completed"]
+        assert {one.endpoint_id for one in hooks.deliveries()} == {registered}
 
     def test_a_line_with_an_url_of_its_own_is_told_there(self, hooks: Hooks, campaigns: Campaigns) -> None:
         registered, _ = hooks.register(URL)
@@ -146,7 +153,7 @@ class TestWhoIsTold:
         assert campaigns.told(endpoint_id=registered) == []
 
     def test_an_url_that_both_name_is_told_once(self, hooks: Hooks, campaigns: Campaigns) -> None:
-        campaign_id = campaigns.add("video.completed", tell_items=True)
+        campaign_id = campaigns.add("video.completed")
         webhook = endpoints.job_webhook(hooks.guard.check_url(URL), ["video.completed"], project="default")
         campaigns.jobs(campaign_id, 1, request={"seconds": "4", "metadata": {}, "webhook": webhook})
         hooks.complete(hooks.run())
@@ -238,7 +245,7 @@ class TestWhatIsTold:
         self, hooks: Hooks, campaigns: Campaigns, receiver: Receiver, sender: SenderThread
     ) -> None:
         hooks.project_secret()
-        campaign_id = campaigns.add("video.completed", url=receiver.url("/items"), tell_items=True)
+        campaign_id = campaigns.add("video.completed", url=receiver.url("/items"))
         (job,) = campaigns.jobs(campaign_id, 1)
         hooks.complete(hooks.run())
         hooks.wait_for("delivered")

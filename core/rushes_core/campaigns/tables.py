@@ -80,7 +80,7 @@ class Campaign(Base):
     webhook: Mapped[dict[str, Any] | None]
     """Who is told of it: `url`, `origin`, `endpoint`, `events`, as `webhook` in a job's `request`."""
     tell_items: Mapped[bool] = mapped_column(server_default=text("false"))
-    """Whether the events of its single jobs are told, too."""
+    """Whether endpoints are told of its single jobs, too; those types that `webhook` names are told in any case."""
     errors: Mapped[dict[str, Any] | None]
     """Why it failed as a whole: `data`, a list of `code`, `message`, `param` and `line`."""
     report: Mapped[dict[str, Any] | None]
