@@ -1,15 +1,27 @@
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
+from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.parallel import SequenceParallel
 from support.oracle import diffusers_transformer, student_weights
 from support.parallel import run_ranks
-from support.ranks import denoise, die_on_the_last_rank, exercise_collectives
+from support.ranks import denoise, die_on_the_last_rank, exercise_collectives, take_own_rows_before_others_send
 from support.tiny_model import Clip, tiny_config
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException
 
-# one-token, short and nearly-a-tile prompts, on grids whose last boxes are ragged and whose row counts are odd
-CLIPS = [Clip(1, 2, 6, 10, 14), Clip(7, 9, 5, 18, 10), Clip(63, 33, 9, 14, 6), Clip(2, 1, 1, 2, 2)]
+# prompts from one token to past two tiles, on grids whose last boxes are ragged and whose row counts are odd; the last
+# clip has fewer rows than eight ranks
+CLIPS = [
+    Clip(1, 2, 6, 10, 14),
+    Clip(7, 9, 5, 18, 10),
+    Clip(63, 33, 9, 14, 6),
+    Clip(64, 1, 2, 6, 6),
+    Clip(130, 5, 3, 10, 2),
+    Clip(2, 1, 1, 2, 2),
+]
 SPARSITY = 0.5
 STEPS = 3
 
@@ -26,8 +38,15 @@ class TestShares:
         assert [SequenceParallel(rank, 4, "cpu").own_heads(56) for rank in (0, 3)] == [slice(0, 14), slice(42, 56)]
 
     def test_ranks_must_divide_the_heads(self) -> None:
-        with pytest.raises(ValueError, match="56 attention heads cannot be split over 3 ranks"):
+        expected = "56 attention heads cannot be split over 3 ranks: their number must be one of 1, 2, 4, 7, 8, 14"
+        with pytest.raises(ValueError, match=expected):
             SequenceParallel(0, 3, "cpu").own_heads(56)
+
+    @pytest.mark.parametrize("count", [0, 1, 5, 8, 25_600])
+    def test_uneven_shares_are_dealt_once_and_in_order(self, count: int) -> None:
+        shares = [SequenceParallel(rank, 7, "cpu").own_share(count) for rank in range(7)]
+        assert [one for share in shares for one in range(share.start, share.stop)] == list(range(count))
+        assert max(share.stop - share.start for share in shares) == -(-count // 7)
 
     def test_rank_must_be_below_size(self) -> None:
         with pytest.raises(ValueError, match=r"0\.\.1, got 2"):
@@ -39,9 +58,14 @@ def test_collectives_of_three_ranks(num_rows: int) -> None:
     for rank, seen in enumerate(run_ranks(exercise_collectives, 3, num_rows)):
         assert torch.equal(seen["gathered"], seen["whole"])
         assert torch.equal(seen["traded"], seen["expected_trade"])
-        assert seen["broadcast"].tolist() == [1.0] * 4
+        assert torch.equal(seen["landed"], seen["whole"])
+        assert seen["added_up"].tolist() == [1.0] * 4
         assert seen["passed_on"].tolist() == [(rank - 1) % 3] * 4
         assert seen["any"] == [False, True]
+
+
+def test_own_rows_do_not_wait_for_the_others(tmp_path: Path) -> None:
+    assert run_ranks(take_own_rows_before_others_send, 2, tmp_path / "flag") == [3, 3]
 
 
 def test_a_dead_rank_ends_the_others_at_once() -> None:
@@ -49,16 +73,20 @@ def test_a_dead_rank_ends_the_others_at_once() -> None:
         run_ranks(die_on_the_last_rank, 2)
 
 
-@pytest.fixture(scope="module")
-def weights() -> dict[str, Tensor]:
-    return student_weights(diffusers_transformer(tiny_config()), gate_scale=0.2)
+@cache
+def student(num_heads: int) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """A tiny transformer, and its weights."""
+    config = tiny_config(num_attention_heads=num_heads)
+    return config, student_weights(diffusers_transformer(config), gate_scale=0.2)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_number_of_ranks_denoises_the_same_latents(weights: dict[str, Tensor], size: int) -> None:
+# the numbers of ranks that the released 56 heads can be split over
+@pytest.mark.parametrize(("size", "num_heads"), [(2, 4), (4, 4), (7, 56), (8, 56)])
+def test_every_number_of_ranks_denoises_the_same_latents(size: int, num_heads: int) -> None:
+    config, weights = student(num_heads)
     with torch.inference_mode():
-        expected, all_read = denoise(SequenceParallel.single(), weights, CLIPS, SPARSITY, STEPS)
-    ranks = run_ranks(denoise, size, weights, CLIPS, SPARSITY, STEPS)
+        expected, all_read = denoise(SequenceParallel.single(), weights, CLIPS, SPARSITY, STEPS, config)
+    ranks = run_ranks(denoise, size, weights, CLIPS, SPARSITY, STEPS, config)
     for latents, read in ranks:
         for clip, mine, single in zip(CLIPS, latents, expected, strict=True):
             for a, b in zip(mine, single, strict=True):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from rushes_core.errors import CheckpointError, InvalidOutput, InvalidRequest
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
+from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Cancelled, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from support.oracle import diffusers_clip
@@ -127,6 +128,13 @@ class TestNotFinite:
         assert (reporter.samples is not None) == (component == "frames")
 
 
+@pytest.fixture(scope="module")
+def split_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "split"
+    write_tiny_checkpoint(path, profile="split")
+    return path
+
+
 class TestRanks:
     def test_two_ranks_render_what_one_renders(self, pipeline: FastH3Pipeline, checkpoint: Path) -> None:
         # six units divide evenly, seven leave the last rank idle in the last round
@@ -144,6 +152,26 @@ class TestRanks:
             np.testing.assert_allclose(b.samples, single.samples, atol=1e-3)
             assert (a.phases, b.phases) == (single.phases, single.phases)
             assert a.boundaries == b.boundaries
+
+    @pytest.mark.parametrize("size", [4, 7, 8])
+    def test_every_served_number_of_ranks_renders_what_one_renders(self, split_checkpoint: Path, size: int) -> None:
+        # six units: more ranks than units for seven and eight
+        requests = [
+            request(prompt="x", width=32, height=32),
+            request(prompt="a robot dancing in the rain " * 4 + "with a red umbrella"),
+        ]
+        ranks = run_ranks(render_on_rank, size, split_checkpoint, requests, timeout_seconds=300)
+        (alone,) = (render_on_rank(SequenceParallel.single(), split_checkpoint, requests),)
+        for index, single in enumerate(alone):
+            seen = [reporters[index] for reporters in ranks]
+            for rank, one in enumerate(seen):
+                assert sorted(one.units) == list(range(rank, 6, size))
+                assert (one.samples is not None) == (rank == size - 1)
+            whole = np.concatenate([seen[unit % size].units[unit] for unit in range(6)])
+            # latents that agree to 1e-4 may round to neighbouring steps
+            assert np.abs(whole.astype(int) - single.clip).max() <= 1
+            assert (whole != single.clip).mean() < 1e-2
+            np.testing.assert_allclose(seen[-1].samples, single.samples, atol=1e-4)
 
     def test_a_fault_of_one_rank_is_raised_by_all(self, checkpoint: Path) -> None:
         errors = run_ranks(fail_on_rank, 2, checkpoint, 1)

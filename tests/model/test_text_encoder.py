@@ -7,6 +7,8 @@ import torch
 from rushes_worker.checkpoint.configs import TextEncoderConfig
 from rushes_worker.checkpoint.weights import InMemoryWeights
 from rushes_worker.model.text_encoder import NUM_LAYERS_USED, TextEncoder
+from support.parallel import run_ranks
+from support.ranks import encode_text
 from support.roughen import rescale, roughen
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -127,3 +129,21 @@ def test_a_model_of_fewer_than_fifty_layers_is_refused() -> None:
 def test_unusable_token_ids_are_refused(ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encoder().encode(torch.tensor(ids, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_the_model_and_agree_with_one(size: int) -> None:
+    # two groups of heads: of three ranks one has none
+    weights = dict(reference().state_dict())
+    prompts = [prompt(length) for length in (1, 5, 130)]
+    with torch.inference_mode():
+        expected = [encoder().encode(ids) for ids in prompts]
+    states, read = zip(*run_ranks(encode_text, size, CONFIG, weights, prompts), strict=True)
+    for mine in states:
+        for rows, single in zip(mine, expected, strict=True):
+            torch.testing.assert_close(rows, single, rtol=0, atol=ATOL)
+        assert all(torch.equal(a, b) for a, b in zip(mine, states[0], strict=True))
+    # every element of a projection is read by one rank, and norms by all
+    for name in read[0]:
+        total = sum(one[name] for one in read)
+        assert total == weights[name].numel() * (1 if "proj" in name or "embed" in name else size), name

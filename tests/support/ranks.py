@@ -1,12 +1,16 @@
 """What the ranks of the parallel tests do; importable in their processes and free of Diffusers."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from rushes_worker.checkpoint.configs import TextEncoderConfig, TransformerConfig
 from rushes_worker.checkpoint.weights import InMemoryWeights
 from rushes_worker.model.sequence import PackedSequence
+from rushes_worker.model.text_encoder import TextEncoder
 from rushes_worker.model.transformer import Transformer
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.schedule import Schedule
@@ -27,11 +31,22 @@ class RecordingWeights(InMemoryWeights):
         return tensor
 
 
+def in_small_chunks(parallel: SequenceParallel, chunk_rows: int) -> SequenceParallel:
+    """The same rank of the same group, whose rows travel a few at a time."""
+    return SequenceParallel(parallel.rank, parallel.size, parallel.device, chunk_rows=chunk_rows)
+
+
 def denoise(
-    parallel: SequenceParallel, tensors: dict[str, Tensor], clips: Sequence[Clip], sparsity: float, steps: int
+    parallel: SequenceParallel,
+    tensors: dict[str, Tensor],
+    clips: Sequence[Clip],
+    sparsity: float,
+    steps: int,
+    config: TransformerConfig | None = None,
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, int]]:
     """Audio and video rows of each clip after the last `steps` steps, and the elements read of each weight."""
-    config = tiny_config()
+    config = config or tiny_config()
+    parallel = in_small_chunks(parallel, 37)
     schedule = Schedule.from_contract(tiny_contract())
     weights = RecordingWeights(tensors)
     transformer = Transformer(
@@ -43,13 +58,18 @@ def denoise(
         dtype=torch.float32,
         parallel=parallel,
     )
-    return [_denoise_one(transformer, schedule, clip, steps, parallel.device) for clip in clips], weights.read
+    latents = [_denoise_one(transformer, config, schedule, clip, steps, parallel.device) for clip in clips]
+    return latents, weights.read
 
 
 def _denoise_one(
-    transformer: Transformer, schedule: Schedule, clip: Clip, steps: int, device: torch.device
+    transformer: Transformer,
+    config: TransformerConfig,
+    schedule: Schedule,
+    clip: Clip,
+    steps: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    config = tiny_config()
     sequence = PackedSequence.build(config, **clip.shape, device=device)
     text_rows = transformer.refine(clip.text_embeds(config).to(device))
     audio, video = (rows.to(device) for rows in clip.latent_rows(config))
@@ -72,10 +92,46 @@ def exercise_collectives(parallel: SequenceParallel, num_rows: int) -> dict[str,
         "traded": parallel.heads_to_rows(here[:, own_heads].contiguous()).cpu(),
         "expected_trade": whole.flatten(1)[own_rows],
         "whole": whole.flatten(1),
-        "broadcast": parallel.broadcast(mine.clone(), 1).cpu(),
+        "landed": _landed(in_small_chunks(parallel, 2), here.flatten(1)).cpu(),
+        "added_up": parallel.add_up(torch.full((4,), float(parallel.rank == 1), device=parallel.device)).cpu(),
         "passed_on": parallel.pass_on(mine).cpu(),
         "any": [parallel.any(False), parallel.any(parallel.rank == 1)],
     }
+
+
+def _landed(parallel: SequenceParallel, whole: Tensor) -> Tensor:
+    """The whole again, from this rank's rows and the pieces that land; NaN where none did, a row more than once is an
+    error."""
+    own = parallel.own_rows(len(whole))
+    landed = torch.full_like(whole, torch.nan)
+    for index, (rows, piece) in enumerate(parallel.land_rows(whole[own], len(whole))):
+        assert landed[rows].isnan().all()
+        assert len(piece) == rows.stop - rows.start > 0
+        if own.start < own.stop:
+            assert (rows == own) == (index == 0)
+        landed[rows] = piece
+    return landed
+
+
+def take_own_rows_before_others_send(parallel: SequenceParallel, flag: Path) -> int:
+    """Rank 1 sends its rows only when rank 0 has had its own; the number of pieces that this rank got."""
+    pieces = in_small_chunks(parallel, 1).land_rows(torch.zeros(2, 1), 4)
+    if parallel.rank == 0:
+        next(pieces)
+        flag.touch()
+        return 1 + len(list(pieces))
+    while not flag.exists():
+        time.sleep(0.01)
+    return len(list(pieces))
+
+
+def encode_text(
+    parallel: SequenceParallel, config: TextEncoderConfig, tensors: dict[str, Tensor], prompts: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, int]]:
+    """States of each prompt, and the elements read of each weight."""
+    weights = RecordingWeights(tensors)
+    encoder = TextEncoder(config, weights, device=parallel.device, dtype=torch.float32, parallel=parallel)
+    return [encoder.encode(prompt).cpu() for prompt in prompts], weights.read
 
 
 def die_on_the_last_rank(parallel: SequenceParallel) -> None:

@@ -7,6 +7,7 @@ Shapes: S packed rows, s this rank's rows, r rows of a whole run; C columns; H h
 D head dimension.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,9 @@ from einops import rearrange
 from torch import Tensor
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+CHUNK_ROWS = 2_048
+"""Rows of each rank that travel at a time: products over this many rows fill a GPU, and the first land early."""
 
 # torch 2.13 renamed it; the new name is the one that does not warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,10 +31,17 @@ class SequenceParallel:
     Args:
         device: where the tensors of collectives lie.
         group: None is the process's default group; a single rank needs none.
+        chunk_rows: rows of each rank that `land_rows` moves at a time; the same on every rank.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device | str, group: dist.ProcessGroup | None = None
+        self,
+        rank: int,
+        size: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        chunk_rows: int = CHUNK_ROWS,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, got {rank}")
@@ -38,6 +49,7 @@ class SequenceParallel:
         self.size = size
         self.device = torch.device(device)
         self._group = group
+        self._chunk_rows = chunk_rows
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "SequenceParallel":
@@ -85,9 +97,16 @@ class SequenceParallel:
             ValueError: the ranks do not divide the heads.
         """
         if num_heads % self.size:
-            raise ValueError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
-        share = num_heads // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+            allowed = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+            raise ValueError(
+                f"{num_heads} attention heads cannot be split over {self.size} ranks: their number must be one of "
+                f"{allowed}"
+            )
+        return self.own_share(num_heads)
+
+    def own_share(self, count: int) -> slice:
+        """This rank's part of `count` things that the ranks need not divide evenly; it may be empty."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def gather_rows(self, x_sC: Tensor, num_rows: int) -> Tensor:
         """The whole (S, C) of which every rank holds the run (s, C)."""
@@ -98,6 +117,40 @@ class SequenceParallel:
         whole = x_sC.new_empty(self.size * run, x_sC.shape[1])
         _all_gather(whole, padded_rC, group=self._group)
         return whole[:num_rows]
+
+    def land_rows(self, x_sC: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """The whole (S, C) in pieces, each with the rows that it is: this rank's at once, the others' as they land.
+
+        All transfers are under way before the first piece is handed out. A piece is to be used on the current stream,
+        which waits for that piece alone; what is computed between two pieces hides the transfer of the next.
+        """
+        own = self.own_rows(num_rows)
+        if self.size == 1:
+            yield own, x_sC
+            return
+        run = -(-num_rows // self.size)
+        padded_rC = F.pad(x_sC, (0, 0, 0, run - len(x_sC))) if len(x_sC) < run else x_sC.contiguous()
+        landing = x_sC.new_empty(self.size * run, x_sC.shape[1])
+        transfers = []
+        for first in range(0, run, self._chunk_rows):
+            part = padded_rC[first : first + self._chunk_rows]
+            chunk = landing[self.size * first : self.size * (first + len(part))]
+            transfers.append((first, chunk, _all_gather(chunk, part, group=self._group, async_op=True)))
+        if len(x_sC):
+            yield own, x_sC
+        for first, chunk, transfer in transfers:
+            transfer.wait()
+            for rank, part in enumerate(chunk.chunk(self.size)):
+                start = rank * run + first
+                stop = min(start + len(part), num_rows)
+                if rank != self.rank and start < stop:
+                    yield slice(start, stop), part[: stop - start]
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum of what every rank passes, which overwrites `x`; the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
 
     def heads_to_rows(self, x_ShD: Tensor) -> Tensor:
         """Trade all rows of this rank's heads for all heads of this rank's rows: (S, h, D) to (s, H * D)."""
@@ -111,12 +164,6 @@ class SequenceParallel:
         rows_rC = rearrange(received, "(n r) c -> r (n c)", n=self.size)
         own = self.own_rows(num_rows)
         return rows_rC[: own.stop - own.start]
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """`x` as rank `source` holds it; the other ranks pass a tensor of that shape, which is overwritten."""
-        if self.size > 1:
-            dist.broadcast(x, source, group=self._group)
-        return x
 
     def pass_on(self, x: Tensor) -> Tensor:
         """Give `x` to the next rank and return what the previous one gave; the last rank gives to the first."""

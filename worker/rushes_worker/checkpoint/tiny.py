@@ -121,9 +121,15 @@ PROFILES: Mapping[str, Profile] = {
             rope_freq_dim=16,
         ),
     ),
+    "split": replace(
+        _DEMO,
+        transformer=replace(_DEMO.transformer, num_attention_heads=56),
+        text_encoder=replace(_DEMO.text_encoder, num_attention_heads=16, num_key_value_heads=8),
+    ),
 }
 """demo: what the demo and most tests serve. dense: no sparsity, no gates, for comparison with dense implementations.
-wide: heads of 128 and the released rotary width, as fast kernels want them."""
+wide: heads of 128 and the released rotary width, as fast kernels want them. split: the released numbers of heads and
+groups, for every number of ranks that is served."""
 
 VISION = VisionConfig(
     depth=2,

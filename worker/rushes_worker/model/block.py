@@ -76,8 +76,8 @@ class Block:
 
     def _attend(self, a_sC: Tensor, sequence: PackedSequence) -> Tensor:
         """(s, H * D): all heads of this rank's rows."""
-        a_SC = self._parallel.gather_rows(a_sC, sequence.num_rows)
-        q_ShD, k_ShD, v_ShD, gate_ShD = self._attention.project(a_SC)
+        pieces = self._parallel.land_rows(a_sC, sequence.num_rows)
+        q_ShD, k_ShD, v_ShD, gate_ShD = self._attention.project_pieces(pieces, sequence.num_rows)
         norm = HeadNorm(
             self._attention.norm_q,
             self._attention.norm_k,

@@ -3,6 +3,8 @@
 Shapes: S rows, C hidden channels, h heads of this rank, D head dimension.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -47,5 +49,14 @@ class Attention:
 
     def project(self, x_SC: Tensor) -> tuple[Tensor, ...]:
         """One (S, h, D) per projection, in the order of their names."""
-        projected = F.linear(x_SC, self._projections)
+        return self._split(F.linear(x_SC, self._projections))
+
+    def project_pieces(self, pieces: Iterable[tuple[slice, Tensor]], num_rows: int) -> tuple[Tensor, ...]:
+        """As `project`, of S = `num_rows` rows that come piece by piece, each with the rows that it is."""
+        out = self._projections.new_empty(num_rows, len(self._projections))
+        for rows, x in pieces:
+            torch.mm(x, self._projections.T, out=out[rows])
+        return self._split(out)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         return rearrange(projected, "s (p h d) -> p s h d", p=self._num_projections, d=self._head_dim).unbind(0)

@@ -1,8 +1,9 @@
 """The pipeline of a FastH3 student on one rank: prompt in, uint8 frames and a soundtrack out.
 
-All ranks of a replica run the same code. They share the transformer's rows and heads; rank 0 encodes the prompt, the
-temporal units of the video VAE are dealt round-robin, and the last rank decodes the sound. A fault that one rank finds
-in its own output is agreed on before it is raised, so that no rank is left waiting for another.
+All ranks of a replica run the same code. They share the text encoder's heads and the transformer's rows and heads; the
+temporal units of the video VAE are dealt round-robin, and the last rank, which has the fewest, decodes the sound. A
+fault that one rank finds in its own output is agreed on before it is raised, so that no rank is left waiting for
+another.
 
 Shapes: L text tokens, A audio latents per channel, T latent frames of Hl x Wl latents, C latent channels, H x W pixels.
 """
@@ -103,15 +104,13 @@ class FastH3Pipeline:
         )
         self.dtype = precision.transformer
         """Of the transformer's rows."""
-        self._text_dtype = precision.text_encoder
-        self._text_encoder = None
-        if self._is_first:
-            self._text_encoder = TextEncoder(
-                opened.text_encoder_config,
-                opened.weights("text_encoder"),
-                device=self._device,
-                dtype=precision.text_encoder,
-            )
+        self._text_encoder = TextEncoder(
+            opened.text_encoder_config,
+            opened.weights("text_encoder"),
+            device=self._device,
+            dtype=precision.text_encoder,
+            parallel=self._parallel,
+        )
         self._video_vae = VideoVaeDecoder(
             opened.video_vae_config, opened.weights("vae"), device=self._device, dtype=precision.video_vae
         )
@@ -194,10 +193,7 @@ class FastH3Pipeline:
 
     def _encode(self, token_ids: list[int]) -> Tensor:
         """(L, text_dim) states of the text encoder, on every rank."""
-        states = torch.empty(len(token_ids), self._config.text_dim, dtype=self._text_dtype, device=self._device)
-        if self._text_encoder is not None:
-            states = self._text_encoder.encode(torch.tensor(token_ids))
-        return self._parallel.broadcast(states, 0)
+        return self._text_encoder.encode(torch.tensor(token_ids))
 
     def _denoise(self, seed: int, text_rows: Tensor, shape: "ClipShape", reporter: Reporter) -> tuple[Tensor, Tensor]:
         video_noise, audio_noise = initial_noise(
