@@ -82,6 +82,8 @@ class Outlook:
     leased: Sequence[Leased]
     paused: frozenset[str]
     """Projects, or `*`."""
+    is_drained: bool = False
+    """Whether there are replicas, and each of them was told to take no jobs."""
 
     def eta(self, job: Job, num_ahead: int | None) -> Eta | None:
         """When `job` starts and ends.
@@ -181,6 +183,12 @@ class Forecast:
         """None: the database has not told anything lately."""
         return self._outlook if time.monotonic() - self._read_at < STALE_SECONDS else None
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether jobs wait until an operator resumes a replica, as far as anybody knows."""
+        outlook = self.outlook
+        return outlook is not None and outlook.is_drained
+
     def eta(self, job: Job, num_ahead: int | None) -> Eta | None:
         """When `job` starts and ends, as `Outlook.eta` tells; None without an outlook."""
         outlook = self.outlook
@@ -208,10 +216,10 @@ class Forecast:
         now: datetime = (await session.execute(select(func.now()))).scalar_one()
         clock_ahead = now - datetime.now(UTC)
         shapes = (await session.execute(measured(self._model))).scalars()
-        live = replicas.live_replicas(seen_within_seconds=self._seen_within_seconds).where(
-            Replica.model == self._model, Replica.state.in_(("ready", "busy")), Replica.drain_requested_at.is_(None)
-        )
-        sizes = [_num_gpus(replica.layout) for replica in (await session.execute(live)).scalars()]
+        of_model = replicas.up(seen_within_seconds=self._seen_within_seconds).where(Replica.model == self._model)
+        up = (await session.execute(of_model)).scalars().all()
+        undrained = [replica for replica in up if replica.drain_requested_at is None]
+        sizes = [_num_gpus(replica.layout) for replica in undrained if replica.state in ("ready", "busy")]
         leased = select(Job.state, Job.phase, Job.width, Job.height, Job.num_frames, Job.started_at)
         held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
         pauses = (await session.execute(backlog.queue_pauses())).scalars()
@@ -223,6 +231,7 @@ class Forecast:
             gpus_per_replica=sum(sizes) / len(sizes) if sizes else None,
             leased=[_leased(row) for row in held],
             paused=frozenset(pause.project for pause in pauses),
+            is_drained=bool(up) and not undrained,
         )
 
 

@@ -11,7 +11,7 @@ from rushes_core.errors import StorageError
 from rushes_core.models import Replica
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
-from sqlalchemy import select, text
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -78,9 +78,8 @@ class Readiness:
         return {"migrations": OK, **await self._check_workers(session)}
 
     async def _check_workers(self, session: AsyncSession) -> dict[str, str]:
-        live = replicas.live_replicas(seen_within_seconds=self._settings.lease_seconds).subquery()
-        ready = select(Replica.id).where(
-            Replica.id.in_(select(live.c.id)), Replica.model == self._model, Replica.state.in_(("ready", "busy"))
+        ready = replicas.up(seen_within_seconds=self._settings.lease_seconds).where(
+            Replica.model == self._model, Replica.state.in_(("ready", "busy"))
         )
         found = (await session.execute(ready.limit(1))).scalar_one_or_none()
         return {"workers": OK if found else f"no replica is ready for model {self._model}"}

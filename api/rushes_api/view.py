@@ -39,6 +39,7 @@ class View:
             num_ahead=num_ahead,
             eta=self.forecast.eta(job, num_ahead),
             is_paused=self.pauses.has(job.project),
+            is_drained=self.forecast.is_drained,
             only_openais_words=self.only_openais_words,
         )
 

@@ -67,14 +67,6 @@ def up(*, seen_within_seconds: float) -> Select[Replica]:
     )
 
 
-def live_replicas(*, seen_within_seconds: float) -> Select[Replica]:
-    """Replicas that take jobs and have been heard of within the last `seen_within_seconds`."""
-    return select(Replica).where(
-        Replica.last_seen > func.now() - timedelta(seconds=seen_within_seconds),
-        Replica.state.not_in(("stopped", "drained")),
-    )
-
-
 def forget_stale_replicas() -> ReturningDelete[str]:
     """Drop replicas that have been silent for a day and hold no job."""
     holds_a_job = exists().where(Job.lease_owner == Replica.id, IS_LEASED)

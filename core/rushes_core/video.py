@@ -23,7 +23,7 @@ PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
 
 
-QueueReason = Literal["not_before", "paused", "concurrency", "retrying", "window", "budget", "approval"]
+QueueReason = Literal["not_before", "paused", "concurrency", "drained", "retrying", "window", "budget", "approval"]
 """The last three, and `paused` and `not_before` too, may be said of the job's campaign."""
 
 
@@ -150,6 +150,7 @@ def video_of(
     num_ahead: int | None = None,
     eta: Eta | None = None,
     is_paused: bool = False,
+    is_drained: bool = False,
     campaign_reason: QueueReason | None = None,
     only_openais_words: bool = False,
 ) -> Video:
@@ -159,6 +160,7 @@ def video_of(
         retention_days: how long clips are kept whose client did not say; 0: for ever.
         num_ahead: jobs before it in the queue, where somebody counted them.
         is_paused: the queue is, for its project.
+        is_drained: every replica is, by an operator or by itself.
         campaign_reason: why its campaign opens no jobs now; None: it does, in their turn.
         only_openais_words: `status` is one of OpenAI's four.
     """
@@ -190,7 +192,7 @@ def video_of(
         metadata=_metadata_of(request),
         priority=PRIORITY_NAMES.get(job.priority, str(job.priority)),
         progress_detail=_progress_of(job, model),
-        queue=_queue_of(job, num_ahead, campaign_reason, is_paused=is_paused),
+        queue=_queue_of(job, num_ahead, campaign_reason, is_paused=is_paused, is_drained=is_drained),
         eta=eta,
         timing=_timing_of(job, state),
         generation=job.generation,
@@ -274,18 +276,21 @@ def _progress_of(job: Job, model: ServedModel) -> ProgressDetail:
     return ProgressDetail(completed_steps=job.completed_steps, total_steps=total, message=message)
 
 
-def _queue_of(job: Job, num_ahead: int | None, campaign_reason: QueueReason | None, *, is_paused: bool) -> Queue:
+def _queue_of(
+    job: Job, num_ahead: int | None, campaign_reason: QueueReason | None, *, is_paused: bool, is_drained: bool
+) -> Queue:
     if job.hold == CAMPAIGN:
         return Queue(position=None, ahead=None, reason="paused" if is_paused else campaign_reason or _reason_of(job))
     if is_held(job):
         return Queue(position=None, ahead=None, reason="not_before")
     if job.state is not JobState.QUEUED:
         return Queue(position=None, ahead=None, reason=None)
-    return Queue(
-        position=None if num_ahead is None else num_ahead + 1,
-        ahead=num_ahead,
-        reason="paused" if is_paused else _reason_of(job),
-    )
+    reason: QueueReason | None = _reason_of(job)
+    if is_paused:
+        reason = "paused"
+    elif is_drained and reason != "concurrency":
+        reason = "drained"
+    return Queue(position=None if num_ahead is None else num_ahead + 1, ahead=num_ahead, reason=reason)
 
 
 def _reason_of(job: Job) -> Literal["concurrency", "retrying"] | None:

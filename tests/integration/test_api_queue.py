@@ -233,6 +233,7 @@ class TestRealWorker:
         (worker,) = client.get("/v1/workers").json()["data"]
         drained = client.post(f"/v1/workers/{worker['id']}/drain").json()
         assert drained["drain_requested_at"] is not None
+        assert drained["status"] == "draining"
 
         def status() -> str:
             (worker,) = client.get("/v1/workers").json()["data"]
@@ -242,6 +243,8 @@ class TestRealWorker:
         eventually(lambda: status() == "drained")
         assert rows.get(running).state is JobState.COMPLETED
         assert rows.get(waits).state is JobState.QUEUED
+        eventually(lambda: client.get(f"/v1/videos/{waits}").json()["queue"]["reason"] == "drained")
+        assert client.get("/v1/queue").json()["reasons"] == {"drained": 1}
         resumed = client.post(f"/v1/workers/{worker['id']}/resume").json()
-        assert resumed["drain_requested_at"] is None
+        assert (resumed["status"], resumed["drain_requested_at"]) == ("ready", None)
         rows.wait_completed(waits)

@@ -65,7 +65,7 @@ class Ledger:
             _lean(jobs.complete(job_id, fence=fence, result=bindparam("result"), timings=bindparam("timings")))
         )
         self._idle = Prepared(
-            replicas.live_replicas(seen_within_seconds=settings.heartbeat_seconds * _FRESH_HEARTBEATS)
+            replicas.up(seen_within_seconds=settings.heartbeat_seconds * _FRESH_HEARTBEATS)
             .where(Replica.model == model, Replica.state == "ready", Replica.id != replica_id)
             .limit(1)
         )

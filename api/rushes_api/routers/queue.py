@@ -34,7 +34,7 @@ class QueueClass(BaseModel):
     queued: int
     in_progress: int
     reasons: dict[str, int]
-    """Of the queued jobs, those that may not be claimed yet: `paused`, `not_before`, `concurrency`."""
+    """Of the queued jobs, those that may not be claimed yet: `paused`, `drained`, `not_before`, `concurrency`."""
     oldest_waiting_s: float | None
     """Since when the first job might have been claimed."""
 
@@ -117,8 +117,9 @@ async def _view(project: str, session: AsyncSession, state: State) -> QueueObjec
     is_all = project == backlog.EVERYBODY
     rows = (await session.execute(backlog.overview(None if is_all else project))).all()
     pauses = (await session.execute(backlog.queue_pauses(project))).scalars().all()
+    obstacle = "paused" if pauses else "drained" if state["forecast"].is_drained else None
     classes = [
-        _class([row for row in rows if row.priority == value], name, is_paused=bool(pauses))
+        _class([row for row in rows if row.priority == value], name, obstacle=obstacle)
         for name, value in PRIORITIES.items()
     ]
     queued, reasons = sum(each.queued for each in classes), _sum(each.reasons for each in classes)
@@ -142,7 +143,8 @@ async def _view(project: str, session: AsyncSession, state: State) -> QueueObjec
     )
 
 
-def _class(rows: Sequence[Any], name: str, *, is_paused: bool) -> QueueClass:
+def _class(rows: Sequence[Any], name: str, *, obstacle: str | None) -> QueueClass:
+    """The class of `rows`; `obstacle`: why none of its jobs may be claimed, whatever each waits for itself."""
     queued = [row for row in rows if row.state == JobState.QUEUED]
     reasons: Counter[str] = Counter()
     for row in queued:
@@ -150,7 +152,8 @@ def _class(rows: Sequence[Any], name: str, *, is_paused: bool) -> QueueClass:
             reasons[row.hold] += row.num_jobs
         else:
             reasons["not_before"] += row.num_early
-            reasons["paused"] += (row.num_jobs - row.num_early) * is_paused
+            if obstacle is not None:
+                reasons[obstacle] += row.num_jobs - row.num_early
     waiting = [row.waiting_seconds for row in queued if row.waiting_seconds is not None]
     return QueueClass(
         priority=name,

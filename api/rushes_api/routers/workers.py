@@ -47,7 +47,7 @@ class Worker(Listed):
     name: str
     """The same after a restart; `id` is not."""
     status: str
-    """`starting`, `ready`, `busy`, `drained`, `stopping`, or `silent` when its heartbeat is overdue."""
+    """`starting`, `ready`, `busy`, `draining`, `drained`, `stopping`, or `silent` when its heartbeat is overdue."""
     model: str
     version: str | None
     """Of Rushes; null until it first had ranks."""
@@ -130,7 +130,7 @@ def _worker(replica: Replica, overdue_at: datetime) -> Worker:
         id=replica.id.replace("#", "~"),
         object="worker",
         name=replica.id.partition("#")[0],
-        status=replica.state if replica.last_seen > overdue_at else "silent",
+        status=_status(replica) if replica.last_seen > overdue_at else "silent",
         model=replica.model,
         version=detail.get("version"),
         pool=replica.pool,
@@ -151,6 +151,14 @@ def _worker(replica: Replica, overdue_at: datetime) -> Worker:
         failures_in_a_row=int(detail.get("failures", 0)),
         crashed_jobs=[str(job_id) for job_id in detail.get("crashed_jobs", [])],
     )
+
+
+def _status(replica: Replica) -> str:
+    """Its state as it was told last, which it hears of with its next heartbeat."""
+    is_asked_to_drain = replica.drain_requested_at is not None
+    if is_asked_to_drain and replica.state in ("ready", "busy"):
+        return "draining"
+    return "ready" if replica.state == "drained" and not is_asked_to_drain else replica.state
 
 
 def _replica_id(worker_id: str) -> str | None:
