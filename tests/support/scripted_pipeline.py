@@ -4,6 +4,7 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
 
     [step 0.2]                 every denoise step takes 0.2 s
     [sleep 2]                  encoding takes 2 s in one piece
+    [unit 0.2]                 every round of decoded units takes 0.2 s
     [die rank 1 at step 3]     that rank kills itself before that step
     [hang at step 3]           every rank sleeps for good
     [invalid] [value error] [generation error] [raise]    what is raised, by every rank, after the first step
@@ -67,6 +68,7 @@ class ScriptedPipeline:
         """Deal the units out to the ranks in rounds, with a boundary before each round."""
         for start in range(0, num_units, self._sp):
             reporter.checkpoint()
+            time.sleep(script.seconds("unit"))
             unit = start + self._rank
             last = num_units - 1
             if unit <= last and not (unit == last and script.has("missing unit")):

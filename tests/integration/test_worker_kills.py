@@ -1,0 +1,172 @@
+"""A rank is killed at every stage of a job in turn: its group ends and is replaced, and nothing else is disturbed."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rushes_core.models import Job, Replica
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from support.processes import children, is_alive
+from support.stack import SharedStack
+from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
+
+LOAD_SECONDS = "1"
+
+# what holds the first attempt at the stage, and whether a job is there
+STAGES: dict[str, tuple[str, Callable[[Job], bool]]] = {
+    "encoding": ("[sleep 600 on attempt 1]", lambda job: job.phase == "encoding"),
+    "denoising": ("[step 0.3 on attempt 1]", lambda job: job.phase == "denoising" and job.completed_steps == 2),
+    "decoding": ("[unit 600 on attempt 1]", lambda job: job.phase == "decoding"),
+}
+
+
+@pytest.fixture(scope="module")
+def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = tmp_path_factory.mktemp("kills")
+    return stack.settings(
+        checkpoint=write_contract(folder / "checkpoint"),
+        pipeline=SCRIPTED,
+        scratch=folder / "scratch",
+        poll_seconds=0.1,
+        lease_seconds=15,
+        heartbeat_seconds=0.2,
+        # the crashes here are made, and no reason to take a replica for sick
+        drain_after_crashes=100,
+    )
+
+
+@pytest.fixture(scope="module")
+def jobs(settings: Settings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture(scope="module")
+def worker(settings: Settings, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Two replicas of two ranks each."""
+    log = tmp_path_factory.mktemp("worker") / "worker.log"
+    with Worker(settings, log, layout="r2s2", env={"SCRIPTED_LOAD_SECONDS": LOAD_SECONDS}) as worker:
+        yield worker
+
+
+@pytest.fixture
+def pair(worker: Worker, jobs: Jobs) -> list[Replica]:
+    """Both replicas, idle."""
+    return eventually(
+        lambda: idle if len(idle := [one for one in jobs.replicas() if one.state == "ready"]) == 2 else []
+    )
+
+
+def ranks(replica: Replica) -> list[int]:
+    pids: list[int] = replica.detail["ranks"]
+    assert len(pids) == 2
+    return pids
+
+
+def owner(jobs: Jobs, job_id: str) -> str:
+    held: str | None = jobs.get(job_id).lease_owner
+    assert held is not None
+    return held
+
+
+def check_replaced(jobs: Jobs, worker: Worker, settings: Settings, before: list[Replica], victim: str) -> None:
+    """The victim has a whole new group of the next epoch, the other replica what it had, and nothing else is left."""
+    old = {replica.id: replica for replica in before}
+
+    def both_ready() -> dict[str, Replica] | None:
+        found = {one.id: one for one in jobs.replicas() if one.state == "ready"}
+        return found if found.keys() == old.keys() and found[victim].epoch == old[victim].epoch + 1 else None
+
+    new = eventually(both_ready)
+    for replica_id, replica in new.items():
+        if replica_id == victim:
+            assert not set(ranks(replica)) & set(ranks(old[replica_id]))
+        else:
+            assert (replica.epoch, ranks(replica)) == (old[replica_id].epoch, ranks(old[replica_id]))
+    expected = {pid for replica in new.values() for pid in ranks(replica)}
+    for supervisor in worker.supervisors:
+        # a media process each
+        assert len(set(children(supervisor)) - expected) == 1
+    assert len(worker.descendants) == len(worker.supervisors) + len(expected) + 2
+    eventually(lambda: not list(settings.scratch.glob("*/attempt-*")))
+    left = sorted(path.name for path in settings.scratch.glob("*/rendezvous-*"))
+    assert left == sorted(f"rendezvous-{replica.epoch}" for replica in new.values())
+
+
+def shared_memory(pid: int) -> list[str]:
+    """Named segments that process `pid` maps: what would outlive it."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_killed_while_its_job_renders(
+    settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica], stage: str, rank: int
+) -> None:
+    directive, is_there = STAGES[stage]
+    job_id = jobs.add(directive)
+    eventually(lambda: is_there(jobs.get(job_id)))
+    victim = owner(jobs, job_id)
+    bystander = jobs.add("[step 0.3]")
+    assert jobs.wait_for_step(bystander, 1).lease_owner != victim
+    group = next(ranks(replica) for replica in pair if replica.id == victim)
+    assert not any(shared_memory(pid) for pid in group)
+
+    os.kill(group[rank], signal.SIGKILL)
+    eventually(lambda: not any(is_alive(pid) for pid in group), seconds=5)
+    job = jobs.wait_completed(job_id)
+    assert (job.attempt, job.crash_count) == (2, 1)
+    first, second = jobs.attempts(job_id)
+    assert first.error is not None
+    assert first.error["message"] == f"Rank {rank} of the worker was killed by SIGKILL."
+    assert first.error["stage"] == stage
+    assert second.outcome == "completed"
+    undisturbed = jobs.wait_completed(bystander)
+    assert (undisturbed.attempt, undisturbed.crash_count) == (1, 0)
+    check_replaced(jobs, worker, settings, pair, victim)
+
+
+def test_rank_killed_while_its_clip_is_finished_costs_no_attempt(
+    settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]
+) -> None:
+    job_id = jobs.add("[unit 0.2]")
+    eventually(lambda: jobs.get(job_id).phase == "decoding")
+    victim = next(replica for replica in pair if replica.id == owner(jobs, job_id))
+    (media,) = set(children(victim.detail["pid"])) - set(ranks(victim))
+    os.kill(media, signal.SIGSTOP)
+    try:
+        eventually(lambda: jobs.get(job_id).phase == "muxing")
+        os.kill(ranks(victim)[1], signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in ranks(victim)), seconds=5)
+        assert jobs.get(job_id).state == JobState.RUNNING
+    finally:
+        os.kill(media, signal.SIGCONT)
+    job = jobs.wait_completed(job_id)
+    assert (job.attempt, job.crash_count, job.error_count) == (1, 0, 0)
+    eventually(lambda: len(children(victim.detail["pid"])) == 3)
+    check_replaced(jobs, worker, settings, pair, victim.id)
+
+
+def test_rank_killed_while_it_loads(settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]) -> None:
+    """Killed in one group to have another load, and then in that one: a job that waits loses nothing."""
+    victim = pair[0]
+    starts = len(worker.events("group_starting"))
+    os.kill(ranks(victim)[0], signal.SIGKILL)
+    loading = eventually(lambda: worker.events("group_starting")[starts:])[0]["pids"]
+    os.kill(loading[1], signal.SIGKILL)
+    eventually(lambda: not any(is_alive(pid) for pid in loading), seconds=5)
+    job = jobs.wait_completed(jobs.add("a wave"))
+    assert (job.attempt, job.crash_count) == (1, 0)
+
+    def replaced() -> bool:
+        return any(
+            one.id == victim.id and (one.state, one.epoch) == ("ready", victim.epoch + 2) for one in jobs.replicas()
+        )
+
+    eventually(replaced)
+    assert not any(is_alive(pid) for pid in loading)
+    assert len(worker.descendants) == 8
