@@ -186,6 +186,7 @@ def num_ready(*, pool: str, limit: int) -> Select[int]:
             Job.run_at <= func.now(),
             Job.cancel_requested_at.is_(None),
             or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
+            or_(Job.start_by.is_(None), Job.start_by > func.now()),
         )
         .limit(limit)
         .correlate(lane)

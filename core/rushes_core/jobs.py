@@ -30,7 +30,7 @@ from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import TypedReturnsRows
 
-from rushes_core.holds import initial_hold
+from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
@@ -44,6 +44,8 @@ MAX_CRASHED_REPLICAS = 2
 """Different replicas that a job may crash before it is quarantined."""
 CRASHED_ON_WAIT = timedelta(seconds=30)
 """How long a job that crashed a replica waits for another one before that one may take it again."""
+OVERDUE_EVERY = 20
+"""One in so many claims of a replica looks for jobs that have waited for too long before it looks for others."""
 
 
 _Id = str | BindParameter[str]
@@ -62,7 +64,11 @@ def _update_jobs() -> Update:
 
 _IS_CANCELLED = Job.cancel_requested_at.is_not(None)
 _IS_LATE = func.coalesce(Job.deadline_at <= func.now(), False)
-_MUST_STOP = or_(_IS_CANCELLED, _IS_LATE)
+_IS_CALLED_BACK = or_(
+    func.coalesce(Job.stop_at <= func.now(), False),
+    and_(in_states(JobState.CLAIMED), func.coalesce(Job.start_by <= func.now(), False)),
+)
+_MUST_STOP = or_(_IS_CANCELLED, _IS_LATE, _IS_CALLED_BACK)
 
 
 def _held(job_id: _Id, fence: _Fence, target: JobState) -> ColumnElement[bool]:
@@ -72,6 +78,13 @@ def _held(job_id: _Id, fence: _Fence, target: JobState) -> ColumnElement[bool]:
 
 _RELEASED = {"lease_owner": None, "lease_until": None}
 _NO_PROGRESS = {"phase": None, "completed_steps": 0}
+# a trigger clears the hold of what is not queued
+_TO_CAMPAIGN: dict[str, Any] = {
+    "hold": case((Job.campaign_id.is_not(None), literal(CAMPAIGN, Job.hold.type)), else_=Job.hold),
+    "start_by": None,
+    "stop_at": None,
+}
+"""Whether a job of a campaign may be claimed again is the campaign's to decide."""
 
 
 def create(**values: Any) -> ReturningInsert[Job]:
@@ -85,7 +98,18 @@ def create(**values: Any) -> ReturningInsert[Job]:
     return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
 
 
-_CANDIDATE = """
+_READY = """state = 'queued' AND hold IS NULL
+                AND model = :model AND priority = urgency.priority AND project = share.project
+                AND run_at <= now() AND cancel_requested_at IS NULL
+                AND (deadline_at IS NULL OR deadline_at > now()) AND (start_by IS NULL OR start_by > now())
+                AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
+                    OR NOT EXISTS (
+                        SELECT FROM replicas
+                        WHERE replicas.model = jobs.model AND replicas.state IN ('ready', 'busy')
+                            AND last_seen > now() - make_interval(secs => :crashed_on_wait)
+                            AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
+                    ))"""
+_CANDIDATE = f"""
     SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
         SELECT oldest.*, share.clock FROM (
             SELECT project, clock FROM project_shares,
@@ -93,20 +117,9 @@ _CANDIDATE = """
             WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
             ORDER BY greatest(virtual_time, clock), project
         ) AS share, LATERAL (
-            SELECT id, project, priority, num_frames * width * height / 1e8::float AS cost FROM jobs
-            WHERE state = 'queued' AND hold IS NULL
-                AND model = :model AND priority = urgency.priority AND project = share.project
-                AND run_at <= now() AND cancel_requested_at IS NULL
-                AND (deadline_at IS NULL OR deadline_at > now())
-                AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
-                    OR NOT EXISTS (
-                        SELECT FROM replicas
-                        WHERE replicas.model = jobs.model AND replicas.state IN ('ready', 'busy')
-                            AND last_seen > now() - make_interval(secs => :crashed_on_wait)
-                            AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
-                    ))
+            SELECT id, project, priority, width, height, num_frames FROM jobs WHERE {_READY}
             ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
-        ) AS oldest {lock}
+        ) AS oldest {{lock}}
         LIMIT 1
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
@@ -118,29 +131,59 @@ _CANDIDATE = """
 _LOCK = """, LATERAL (
             SELECT FROM project_shares WHERE project = share.project FOR NO KEY UPDATE SKIP LOCKED
         ) AS lock"""
+_NEXT = f"""
+    -- projects whose share another claim is changing are passed over, unless there are no others
+    (SELECT * FROM ({_CANDIDATE.format(lock=_LOCK)}) AS free LIMIT 1)
+    UNION ALL
+    (SELECT * FROM ({_CANDIDATE.format(lock="")}) AS any_project LIMIT 1)
+    LIMIT 1
+"""
+_OVERDUE = f"""
+    SELECT id, project, priority, width, height, num_frames,
+        (SELECT coalesce(max(last_start), 0) FROM project_shares) AS clock
+    FROM jobs WHERE state = 'queued' AND hold IS NULL AND id = (
+        SELECT first.id FROM (VALUES (1), (2)) AS urgency (priority), project_shares AS share, LATERAL (
+            SELECT id, run_at FROM jobs WHERE {_READY} AND run_at < now() - make_interval(secs => :patience)
+            ORDER BY run_at, id LIMIT 1
+        ) AS first
+        WHERE share.project <> ALL (ARRAY(SELECT project FROM queue_pauses))
+            AND '*' <> ALL (ARRAY(SELECT project FROM queue_pauses))
+        ORDER BY first.run_at, first.id LIMIT 1
+    )
+    FOR NO KEY UPDATE SKIP LOCKED
+"""
 _CLAIM = """
 WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
-    -- projects whose share another claim is changing are passed over, unless there are no others
-    (SELECT * FROM ({free}) AS free LIMIT 1)
-    UNION ALL
-    (SELECT * FROM ({any_project}) AS any_project LIMIT 1)
-    LIMIT 1
-), claimed AS (
-    UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
-        lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
-        phase = NULL, completed_steps = 0
-    FROM ready WHERE jobs.id = ready.id
-    RETURNING {columns}
-), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
-    UPDATE project_shares
-    SET last_start = greatest(virtual_time, ready.clock), virtual_time = greatest(virtual_time, ready.clock) + cost
-    FROM ready
-    WHERE project_shares.project = ready.project AND coalesce(  -- who waits alone has nobody to share with
+    {ready}
+), charge AS MATERIALIZED (
+    SELECT ready.*, CASE WHEN coalesce(  -- who waits alone has nobody to share with
         (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
             AND project > ready.project ORDER BY project LIMIT 1),
         (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
             AND project < ready.project ORDER BY project DESC LIMIT 1)
-    ) IS NOT NULL
+    ) IS NOT NULL THEN coalesce(
+        (SELECT run_p50 FROM measured_times AS times WHERE times.model = :model
+            AND times.width = ready.width AND times.height = ready.height AND times.num_frames = ready.num_frames),
+        -- as other shapes take, in proportion; of which nothing is known, the work itself
+        ready.num_frames * ready.width * ready.height / 1e8::float * coalesce(
+            (SELECT sum(num_jobs * run_p50) / sum(num_jobs * (num_frames * width * height / 1e8::float))
+                FROM measured_times WHERE measured_times.model = :model),
+            1
+        )
+    ) * coalesce((SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = :owner), 1)
+        / coalesce((SELECT weight FROM projects WHERE name = ready.project), 1)
+    END AS amount FROM ready
+), claimed AS (
+    UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
+        lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
+        phase = NULL, completed_steps = 0, charged = charge.amount
+    FROM charge WHERE jobs.id = charge.id
+    RETURNING {columns}
+), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
+    UPDATE project_shares
+    SET last_start = greatest(virtual_time, charge.clock),
+        virtual_time = greatest(virtual_time, charge.clock) + charge.amount
+    FROM charge WHERE project_shares.project = charge.project AND charge.amount IS NOT NULL
 )
 SELECT * FROM claimed
 """
@@ -165,13 +208,20 @@ class ClaimedJob:
 
 
 def claim(
-    *, model: str, owner: str, lease_seconds: float, only: Collection[str] | None = None
+    *,
+    model: str,
+    owner: str,
+    lease_seconds: float,
+    only: Collection[str] | None = None,
+    patience_seconds: float | None = None,
 ) -> TypedReturnsRows[Job]:
     """QUEUED -> CLAIMED for one ready job, with a new attempt, a new fence and a lease by database time.
 
     Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
-    Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the cost
-    of the job, and a project that comes back from idle starts at the time of those that were busy, without credit.
+    Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the GPU
+    seconds that clips of the job's shape took lately, divided by the project's weight; the end of the attempt puts that
+    right by what it really took. A project that comes back from idle starts at the time of those that were busy,
+    without credit.
     A job that crashed on this replica is left to others for a while, if there are others. Projects that are paused are
     passed over.
 
@@ -180,27 +230,30 @@ def claim(
 
     Args:
         only: names of the columns that are wanted; all without it.
+        patience_seconds: take the job that has waited longest of all projects and of all classes but the most urgent,
+            if it has waited for longer than this; else none. What every claim of the usual kind passes over.
     """
     columns = [column for column in Job.__table__.columns if only is None or column.name in only]
     statement = _CLAIM.format(
-        free=_CANDIDATE.format(lock=_LOCK),
-        any_project=_CANDIDATE.format(lock=""),
+        ready=_NEXT if patience_seconds is None else _OVERDUE,
         columns=", ".join(f"jobs.{column.name}" for column in columns),
     )
-    values = {
+    values: dict[str, Any] = {
         "model": model,
         "owner": owner,
         "name": owner.partition("#")[0],
         "lease_seconds": lease_seconds,
         "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
     }
+    if patience_seconds is not None:
+        values["patience"] = patience_seconds
     return cast(
         "TypedReturnsRows[Job]", select(Job).from_statement(text(statement).columns(*columns).bindparams(**values))
     )
 
 
 def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdate[Job]:
-    """CLAIMED -> RUNNING: the last moment at which a cancel or a deadline can win without an attempt."""
+    """CLAIMED -> RUNNING: the last moment at which a cancel, a deadline or its campaign can win without an attempt."""
     return (
         _update_jobs()
         .where(_held(job_id, fence, JobState.RUNNING), ~_MUST_STOP, Job.lease_until > func.now())
@@ -210,7 +263,8 @@ def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdat
 
 
 def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[bool]:
-    """Extend the lease. No row: it is lost. True: a cancel was asked for, or the deadline has passed."""
+    """Extend the lease. No row: it is lost. True: a cancel was asked for, the deadline has passed, or its campaign wants
+    the job back."""
     return (
         _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, IS_LEASED)
@@ -227,7 +281,7 @@ def watch(job_id: str, *, fence: int) -> Select[bool]:
 def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> ReturningUpdate[bool]:
     """Record where a running attempt is. `progress` never falls, whatever an earlier attempt reached.
 
-    True: a cancel was asked for, or the deadline has passed.
+    True as for `renew`.
     """
     return (
         _update_jobs()
@@ -311,6 +365,7 @@ def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job
             error=case((_IS_CANCELLED, _BY_USER), else_=error),
             run_at=func.now(),
             finished_at=case((or_(_IS_CANCELLED, spent), func.now()), else_=None),
+            **_TO_CAMPAIGN,
             **_NO_PROGRESS,
             **_RELEASED,
         )
@@ -333,6 +388,7 @@ def _given_back() -> dict[str, Any]:
         "finished_at": case((_IS_CANCELLED, func.now()), else_=None),
         "attempt": Job.attempt - 1,
         "run_at": func.now(),
+        **_TO_CAMPAIGN,
         **_NO_PROGRESS,
         **_RELEASED,
     }
@@ -351,21 +407,31 @@ def release_unknown(*, owner: str, fences: Collection[int]) -> ReturningUpdate[J
 def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
     """CLAIMED or RUNNING -> CANCELLED, by the holder, after a cancel was asked for or the deadline has passed.
 
-    CLAIMED -> EXPIRED for the deadline of a job of which no attempt has started.
+    CLAIMED -> EXPIRED for the deadline of a job of which no attempt has started. CLAIMED or RUNNING -> QUEUED, with
+    nothing counted, when its campaign wants it back.
     """
+    called_back = and_(~_IS_CANCELLED, ~_IS_LATE)
     never_started = and_(~_IS_CANCELLED, Job.started_at.is_(None))
     return (
         _update_jobs()
         .where(_held(job_id, fence, JobState.CANCELLED), _MUST_STOP)
         .values(
-            state=case((never_started, literal(JobState.EXPIRED, Job.state.type)), else_=_CANCELLED),
+            state=case(
+                (called_back, _QUEUED),
+                (never_started, literal(JobState.EXPIRED, Job.state.type)),
+                else_=_CANCELLED,
+            ),
             error=case(
+                (called_back, Job.error),
                 (_IS_CANCELLED, _BY_USER),
                 (never_started, literal(DEADLINE_EXCEEDED, Job.error.type)),
                 else_=literal(DEADLINE_PASSED, Job.error.type),
             ),
+            attempt=Job.attempt - case((called_back, 1), else_=0),
             phase=None,
-            finished_at=func.now(),
+            completed_steps=case((called_back, 0), else_=Job.completed_steps),
+            finished_at=case((called_back, None), else_=func.now()),
+            **_TO_CAMPAIGN,
             **_RELEASED,
         )
         .returning(Job)
@@ -450,7 +516,11 @@ def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
         .where(*_visible(job_id, project), in_states(*RETRYABLE_STATES))
         .values(
             state=JobState.QUEUED,
-            hold=initial_hold(Job.api_key),
+            hold=case(
+                (Job.campaign_id.is_not(None), literal(CAMPAIGN, Job.hold.type)), else_=initial_hold(Job.api_key)
+            ),
+            start_by=None,
+            stop_at=None,
             generation=Job.generation + 1,
             attempt=0,
             crash_count=0,
@@ -565,6 +635,7 @@ def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -
         "error": case(*reasons, else_=literal(error, Job.error.type)),
         "run_at": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, func.least(30, func.power(2, count))),
         "finished_at": case((or_(_IS_CANCELLED, ended), func.now()), else_=None),
+        **_TO_CAMPAIGN,
         **_NO_PROGRESS,
         **_RELEASED,
     }

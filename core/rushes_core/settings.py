@@ -102,6 +102,14 @@ class Settings(DatabaseSettings):
     """Files that a project may have at once."""
     files_max_total_bytes: PositiveInt = 10_737_418_240
     """What the files of a project may have together."""
+    campaign_max_lines: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000_000
+    """Lines that the file of a campaign may have."""
+    campaign_max_bytes: Annotated[int, Field(ge=1, le=53_687_091_200)] = 2_147_483_648
+    """Bytes that it may have when it is not compressed."""
+    campaign_max_line_bytes: Annotated[int, Field(ge=1_024, le=16_777_216)] = 1_048_576
+    """Longest line of it that is read; a longer one is an error of that line."""
+    campaign_max_queued: PositiveInt = 2_000_000
+    """Jobs that the campaigns of a project may have waiting together."""
     metrics_open: bool = False
     """Whether `GET /metrics` needs no key; otherwise it takes one with the scope `admin`."""
     sync_timeout_seconds: PositiveInt = 600
@@ -141,6 +149,9 @@ class Settings(DatabaseSettings):
     """How often an idle replica looks for work when no hint arrives, before jitter."""
     dispatch_seconds: Annotated[float, Field(gt=0)] = 0.25
     """How often the dispatcher opens held jobs and sends hints."""
+    patience_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a job of the class `normal` or `bulk` may be passed over before one claim in twenty looks for it
+    first."""
     max_attempts: PositiveInt = 3
     """Attempts that a job gets before it fails."""
     worker_name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,100}$")] = ""

@@ -6,9 +6,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
+from rushes_core.states import JobState
 from structlog.contextvars import bind_contextvars
 
 from rushes_worker.connections import UNREACHABLE
@@ -21,6 +23,14 @@ log = get_logger(__name__)
 
 _JITTER = 0.25
 _TICK_SECONDS = 0.5
+
+
+def log_stopped(state: JobState, **fields: Any) -> None:
+    """Log that a job was not to go on, by what became of it."""
+    if state is JobState.QUEUED:
+        log.info("job_released", reason="its campaign wants it back", **fields)
+    else:
+        log.info("job_cancelled", **fields)
 
 
 class Claimer:
@@ -165,8 +175,8 @@ class Claimer:
         try:
             if lease.is_over:
                 log.warning("lease_lost", reason="before the job was started", **fields)
-            elif lease.cancel_requested and self._ledger.confirm_cancel(lease):
-                log.info("job_cancelled", **fields)
+            elif lease.cancel_requested and (state := self._ledger.confirm_cancel(lease)):
+                log_stopped(state, **fields)
             elif self._ledger.try_release(lease):
                 log.info("job_released", reason="it was not started", **fields)
         except LedgerUnreachable as error:

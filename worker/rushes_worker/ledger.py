@@ -53,13 +53,19 @@ class Ledger:
         self._lease_seconds = float(settings.lease_seconds)
         self._replica_id = replica_id
         self._may_hold_unknown = False
+        self._num_claims = 0
         self._other_is_idle = False
         self._idle_asked_at = float("-inf")
         job_id, fence = bindparam("job_id"), bindparam("fence")
         columns = [field.name for field in fields(ClaimedJob)]
-        self._claim = Prepared(
-            jobs.claim(model=model, owner=replica_id, lease_seconds=self._lease_seconds, only=columns)
-        )
+        claim: dict[str, Any] = {
+            "model": model,
+            "owner": replica_id,
+            "lease_seconds": self._lease_seconds,
+            "only": columns,
+        }
+        self._claim = Prepared(jobs.claim(**claim))
+        self._claim_overdue = Prepared(jobs.claim(**claim, patience_seconds=settings.patience_seconds))
         self._start = Prepared(_lean(jobs.start(job_id, fence=fence, lease_seconds=self._lease_seconds)))
         self._complete = Prepared(
             _lean(jobs.complete(job_id, fence=fence, result=bindparam("result"), timings=bindparam("timings")))
@@ -73,6 +79,8 @@ class Ledger:
     def claim(self, known: Collection[int]) -> Claim | None:
         """The next job of this model, or None.
 
+        One in `jobs.OVERDUE_EVERY` is the one that has waited longest of those that were passed over for too long.
+
         Args:
             known: fences that this replica holds already.
 
@@ -84,15 +92,17 @@ class Ledger:
             self._release_unknown(known)
         self._may_hold_unknown = True
         asked_at = time.monotonic()
-        row = self._fetch(self._claim)
+        is_overdue_turn = self._num_claims % jobs.OVERDUE_EVERY == jobs.OVERDUE_EVERY - 1
+        row = (self._fetch(self._claim_overdue) if is_overdue_turn else None) or self._fetch(self._claim)
         self._may_hold_unknown = False
         if row is None:
             return None
+        self._num_claims += 1
         job = ClaimedJob(**row)
         return Claim(job, Lease(job.id, fence=job.fence, seconds=self._lease_seconds, asked_at=asked_at))
 
     def start(self, lease: Lease) -> bool:
-        """CLAIMED -> RUNNING; False if a cancel or another holder came first."""
+        """CLAIMED -> RUNNING; False if a cancel, the campaign or another holder came first."""
         asked_at = time.monotonic()
         if self._settle(lease, self._start, JobState.RUNNING) is None:
             return False
@@ -118,11 +128,11 @@ class Ledger:
         statement = jobs.retry_or_fail(lease.job_id, fence=lease.fence, error=error, crashed=crashed)
         return self._settle(lease, _once(statement), JobState.QUEUED, *FINAL_STATES)
 
-    def confirm_cancel(self, lease: Lease) -> bool:
-        """End the job for a cancel that was asked for, or a deadline that has passed; False if it was for neither, or
-        is no longer this attempt's."""
+    def confirm_cancel(self, lease: Lease) -> JobState | None:
+        """End the job for a cancel that was asked for, or a deadline that has passed, or give it back to its campaign;
+        the state that it has then. None if it was for none of them, or is no longer this attempt's."""
         statement = jobs.confirm_cancel(lease.job_id, fence=lease.fence)
-        return self._settle(lease, _once(statement), JobState.CANCELLED, JobState.EXPIRED) is not None
+        return self._settle(lease, _once(statement), JobState.CANCELLED, JobState.EXPIRED, JobState.QUEUED)
 
     def release(self, lease: Lease) -> bool:
         """Give the job back without counting anything against it; False if it is no longer this attempt's."""

@@ -6,6 +6,7 @@ How an attempt can end, and what becomes of the job:
 |---|---|---|
 | stored and committed | completed | lives |
 | cancel or delete was seen | cancelled | lives |
+| its campaign wants it back | queued again, nothing counted | lives |
 | the request itself is wrong | failed, `invalid_request` | lives |
 | an error raised on purpose by every rank, or a clip that breaks its contract | queued again, or failed | lives |
 | any other error of a rank | queued again, or failed | ends |
@@ -33,6 +34,7 @@ from rushes_core.storage import Destination, ObjectStore, result_key
 from rushes_core.variants import AUDIO, BY_PRODUCTS, VIDEO
 from structlog.contextvars import bound_contextvars
 
+from rushes_worker.claimer import log_stopped
 from rushes_worker.commands import (
     Advanced,
     AudioReady,
@@ -155,8 +157,8 @@ class Runner:
             elif self.ledger.start(lease):
                 log.info("job_started")
                 return True
-            elif self.ledger.confirm_cancel(lease):
-                log.info("job_cancelled")
+            elif state := self.ledger.confirm_cancel(lease):
+                log_stopped(state)
             else:
                 log.warning("lease_lost", reason="the job was not to be started any more")
         except LedgerUnreachable as error:
@@ -412,8 +414,8 @@ class _Attempt:
     def _halt(self, why: Halt) -> None:
         """Settle a job whose attempt was given up; what a lost lease held is not touched."""
         ledger, lease = self._runner.ledger, self._lease
-        if why is Halt.CANCELLED and ledger.confirm_cancel(lease):
-            log.info("job_cancelled")
+        if why is Halt.CANCELLED and (state := ledger.confirm_cancel(lease)):
+            log_stopped(state)
         elif why is Halt.STOPPING:
             if ledger.release(lease):
                 log.info("job_released", reason="the grace period is over")
