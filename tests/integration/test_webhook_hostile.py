@@ -13,8 +13,8 @@ from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_worker.webhooks.sender import MAX_PROJECT_UNDER_WAY
-from rushes_worker.webhooks.transport import Answer, Transport
-from support.receiver import Behaviour, Receiver, drip, hang, make_certificate, reply, reset
+from rushes_worker.webhooks.transport import MAX_RECEIVED_BYTES, Answer, Transport
+from support.receiver import Behaviour, Received, Receiver, drip, hang, make_certificate, reply, reset
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.webhooks import LOCAL, Hooks, SenderProcess, SenderThread
@@ -110,6 +110,35 @@ class TestAnswers:
                     )
                 )
             assert sender.resident_bytes() - before < 32 * 2**20
+
+    @pytest.mark.parametrize(
+        ("start", "piece"),
+        [
+            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 65_536),
+            (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 2_048),
+        ],
+        ids=["extension-of-a-chunk", "interim-answers"],
+    )
+    def test_what_has_no_end_beside_the_body_is_cut_off(
+        self, receiver: Receiver, settings: Settings, start: bytes, piece: bytes
+    ) -> None:
+        num_sent = 0
+
+        def flood(connection: socket.socket, received: Received) -> None:
+            nonlocal num_sent
+            connection.sendall(start)
+            while True:
+                num_sent += connection.send(piece)
+
+        async def post() -> Answer:
+            patient = settings.model_copy(update={"webhook_timeout_seconds": 30.0})
+            async with Transport(patient, Guard(patient)) as transport:
+                return await transport.post(receiver.url(), b"{}", {})
+
+        receiver.always("/hook", flood)
+        assert asyncio.run(post()).error == "connection_lost"
+        # and what the sockets hold
+        assert num_sent < MAX_RECEIVED_BYTES + 16 * 2**20
 
     def test_of_a_body_a_kilobyte_is_kept_without_control_characters(
         self, hooks: Hooks, receiver: Receiver, sender: SenderThread

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 from rushes_core.errors import InvalidRequest
 from rushes_core.settings import Settings
 from rushes_core.webhooks.guard import Address, Guard, Lookup, look_up
@@ -20,6 +22,8 @@ from yarl import URL
 
 MAX_ANSWER_BYTES = 65_536
 """How much of an answer's body is read before the connection is closed."""
+MAX_RECEIVED_BYTES = 1_048_576
+"""How much is taken from a connection in all: extensions of chunks and interim answers need have no end either."""
 MAX_EXCERPT_BYTES = 1_024
 LOOKUP_THREADS = 1_024
 """Names whose servers are silent hold a thread each for as long as the system's resolver waits, maybe longer than the
@@ -74,6 +78,27 @@ class _GuardedResolver(AbstractResolver):
         pass
 
 
+class _BoundedProtocol(ResponseHandler):
+    """One connection, which ends when more than `MAX_RECEIVED_BYTES` came."""
+
+    _num_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes <= MAX_RECEIVED_BYTES:
+            super().data_received(data)
+        elif self.transport is not None:
+            # whoever reads the answer is told when the connection is lost
+            self.transport.abort()
+
+
+class _BoundedConnector(aiohttp.TCPConnector):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # aiohttp bounds what it keeps of a connection, and not what it reads
+        self._factory = partial(_BoundedProtocol, loop=self._loop)
+
+
 class Transport:
     """Makes requests between `async with` and its end.
 
@@ -90,7 +115,7 @@ class Transport:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             # a connection for each request: one that was kept could have died, or its name could have moved
-            connector=aiohttp.TCPConnector(
+            connector=_BoundedConnector(
                 resolver=_GuardedResolver(self._guard, self._executor, self._lookup),
                 use_dns_cache=False,
                 force_close=True,
