@@ -1,5 +1,6 @@
 """Request bodies: JSON and both kinds of form, through one strict door, to one plain dict."""
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -107,6 +108,8 @@ def parse_json(text: str) -> Any:
 
 
 def _decoded(body: bytes) -> str:
+    if body.startswith(BOM_UTF8):
+        raise _invalid("the request body begins with a byte order mark; send UTF-8 without one")
     try:
         return body.decode()
     except UnicodeDecodeError as error:

@@ -17,6 +17,7 @@ from rushes_api.errors import (
     ApiError,
     OutcomeUnknown,
     Unavailable,
+    body_too_slow,
     database_unavailable,
     internal_error,
     is_get_without_body,
@@ -130,7 +131,11 @@ class Boundary:
             await asyncio.wait({task}, timeout=min(left, BEAT_SECONDS))
         if scope.get(OUTCOME_UNKNOWN):
             return OutcomeUnknown()
-        return _too_slow(exchange.waits_for_client) if left <= 0 else database_unavailable()
+        if left > 0:
+            return database_unavailable()
+        if exchange.waits_for_client:
+            return body_too_slow()
+        return Unavailable("The service did not answer in time. Try again later.", code="timeout")
 
     async def _guarded(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
         try:
@@ -190,7 +195,8 @@ class _Exchange:
     async def _forward(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            self.status = message["status"]
+            # an HTTPStatus is shown by its name
+            self.status = int(message["status"])
             out = MutableHeaders(scope=message)
             for name, value in (self._headers | self._scope.get(ANSWER_HEADERS, {})).items():
                 if name == "Vary":
@@ -212,18 +218,6 @@ class _Exchange:
 
     async def answer(self, response: Response) -> None:
         await response(self._scope, _never, self._forward)
-
-
-def _too_slow(is_client: bool) -> ApiError:
-    if not is_client:
-        return Unavailable("The service did not answer in time. Try again later.", code="timeout")
-    return ApiError(
-        "The request body did not arrive in time.",
-        code="request_timeout",
-        status=HTTPStatus.REQUEST_TIMEOUT,
-        # the rest of the body may still come
-        headers={"Connection": "close"},
-    )
 
 
 def _too_many_headers(headers: Headers) -> ApiError | None:

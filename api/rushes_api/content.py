@@ -89,9 +89,9 @@ async def deliver(job: Job, stored: StoredVariant, request: Request, state: Stat
         StorageError: the store cannot be reached.
     """
     # a URL that is signed for GET answers HEAD with 403, and the row knows what HEAD asks for
+    if redirect not in (None, "true", "false") and request.method != "HEAD":
+        raise ApiError(f"redirect must be true or false, got {shown(redirect)}", param="redirect")
     if state["settings"].content_delivery is ContentDelivery.REDIRECT and request.method != "HEAD":
-        if redirect not in (None, "true", "false"):
-            raise ApiError(f"redirect must be true or false, got {shown(redirect)}", param="redirect")
         return await _redirect(job, stored, state, as_json=redirect == "false")
     if redirect is not None and request.method != "HEAD":
         raise ApiError("redirect is not available: this deployment streams clips itself", param="redirect")

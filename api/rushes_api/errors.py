@@ -164,6 +164,17 @@ class OutcomeUnknown(Unavailable):
         self.headers["x-should-retry"] = "false"
 
 
+def body_too_slow(rule: str = "") -> ApiError:
+    """The answer to a body that does not arrive; `rule` says how fast it must."""
+    return ApiError(
+        f"The request body did not arrive in time{rule and f': {rule}'}.",
+        code="request_timeout",
+        status=HTTPStatus.REQUEST_TIMEOUT,
+        # the rest of the body may still come
+        headers={"Connection": "close"},
+    )
+
+
 def database_unavailable() -> Unavailable:
     """The answer while the database cannot be reached, or does not answer."""
     return Unavailable("The database did not answer. Try again later.", code="database_unavailable")

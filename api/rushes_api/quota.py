@@ -3,7 +3,7 @@
 from http import HTTPStatus
 
 from rushes_core import keys
-from rushes_core.fields import PRIORITIES
+from rushes_core.fields import PRIORITIES, counted
 from rushes_core.holds import open_holds
 from rushes_core.models import Job
 from rushes_core.video import PRIORITY_NAMES
@@ -54,7 +54,7 @@ async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str |
         num_queued = (await session.execute(keys.num_queued(api_key, at_most=max_queued))).scalar_one()
         if num_queued >= max_queued:
             raise too_many(
-                f"this API key may have {max_queued} jobs waiting in the queue at once, and it has",
+                f"this API key may have {counted(max_queued, 'job')} waiting in the queue at once, and it has",
                 code="queue_full",
                 retry_after=QUEUE_FULL_RETRY_SECONDS,
             )

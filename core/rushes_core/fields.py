@@ -37,7 +37,7 @@ _KEY_PREFIX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9
 
 def is_storable(text: str) -> bool:
     """Whether Postgres can hold `text`: no NUL, no lone surrogate."""
-    return "\x00" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
+    return "\x00" not in text and (text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text))
 
 
 def shown(value: object) -> str:
@@ -49,6 +49,11 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """`text` with everything that cannot be encoded or printed escaped; at most 200 characters."""
     return ascii(text)[1:-1][:200] if not text.isascii() or not text.isprintable() else text[:200]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def seconds_text(value: object) -> str:

@@ -523,6 +523,8 @@ class TestRedirect:
 
     def test_the_parameter_is_checked(self, redirecting: TestClient, client: TestClient, content: str) -> None:
         assert redirecting.get(f"{content}?redirect=no").json()["error"]["param"] == "redirect"
+        response = client.get(f"{content}?redirect=maybe").json()
+        assert response["error"]["message"] == "redirect must be true or false, got 'maybe'"
         # a deployment that streams may have no store that clients can reach
         assert client.get(f"{content}?redirect=false").json()["error"]["param"] == "redirect"
 

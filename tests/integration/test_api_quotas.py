@@ -11,6 +11,7 @@ import httpx
 import pytest
 from rushes_api.deps import find_job
 from rushes_core import jobs
+from rushes_core.fields import counted
 from rushes_core.models import ApiKeyUsage, Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES, JobState
@@ -71,6 +72,7 @@ class TestMaxQueued:
         before = driver.num_rows()
         message = refused(post(client, key), 429, "queue_full")
         assert "2 jobs waiting" in message
+        assert counted(1, "job") == "1 job"
         assert driver.num_rows() == before
         # what runs or has ended does not wait
         driver.start(first["id"])

@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from rushes_api.routers.sync import CLIENT_GONE
 from rushes_api.waiting import preferred_wait
 from rushes_core.ids import new_video_id
 from rushes_core.settings import ContentDelivery, Settings
+from structlog.testing import capture_logs
 from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver, ThreadedApi
 from support.checkpoints import tiny_checkpoint
 from support.stack import SharedStack
@@ -259,10 +261,14 @@ class TestSync:
         rows.close()
 
     def test_a_job_outlives_its_client(self, http: httpx.Client, api: ThreadedApi) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/videos/sync", json=REQUEST, timeout=1)
-        wait_until(lambda: not num_waiting(api))
+        with capture_logs() as logs:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/videos/sync", json=REQUEST, timeout=1)
+            wait_until(lambda: any(one.get("path") == "/v1/videos/sync" for one in logs))
+        assert not num_waiting(api)
         assert newest(http)["status"] == "queued"
+        assert [one["status"] for one in logs if one.get("path") == "/v1/videos/sync"] == [CLIENT_GONE]
+        assert not [one for one in logs if one["event"] == "request_refused"]
 
     def test_a_request_that_is_sent_again_waits_for_the_same_job(
         self, http: httpx.Client, api: ThreadedApi, driver: JobDriver, tmp_path: Path, later: Callable[..., Any]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rushes_core.errors import InvalidRequest
 from rushes_core.served_model import ServedModel
 from starlette.testclient import TestClient
 from starlette.types import Message
+from structlog.testing import capture_logs
 from support.api import API_KEY, AUTHORIZED, multipart, offline_settings
 from support.checkpoints import tiny_checkpoint
 
@@ -403,6 +405,15 @@ class TestBoundary:
         assert start["status"] == 408
         assert (b"connection", b"close") in start["headers"]
         assert json.loads(body["body"])["error"]["code"] == "request_timeout"
+
+    def test_the_log_has_the_number_of_the_status(self) -> None:
+        async def answers(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        with capture_logs() as logs:
+            self.run(answers)
+        assert [repr(entry["status"]) for entry in logs] == ["200"]
 
     def test_a_long_answer_is_not_cut(self) -> None:
         async def streams(scope: Any, receive: Any, send: Any) -> None:

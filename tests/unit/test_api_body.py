@@ -51,6 +51,7 @@ class TestJson:
         ("body", "reason"),
         [
             (b"", "empty"),
+            (b"\xef\xbb\xbf{}", "begins with a byte order mark"),
             (b"[]", "must be a JSON object, got an array"),
             (b"null", "must be a JSON object, got null"),
             (b'"x"', "must be a JSON object, got a string"),

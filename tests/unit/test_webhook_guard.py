@@ -130,6 +130,24 @@ def test_what_is_not_a_public_url_is_refused_by_name(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:hush@hooks.example.com/",
+        "ftp://user:hush@hooks.example.com/",
+        "https://user:hu/sh@hooks.example.com/",
+        "user:hush@hooks.example.com",
+        "https://user:hush@hooks.example.com/a b",
+        "https://user:hush@hooks.example.com:99999/",
+    ],
+)
+def test_a_password_in_a_url_is_not_repeated_by_the_refusal(url: str) -> None:
+    with pytest.raises(BlockedAddress, match=r"hooks\.example\.com") as refusal:
+        guard().check_url(url)
+    assert "sh" not in str(refusal.value).partition("got ")[2]
+    assert "user" not in str(refusal.value).partition("got ")[2]
+
+
+@pytest.mark.parametrize(
     "addresses",
     [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["2606:4700::1111", "::1"], ["fe80::1%eth0"], ["169.254.169.254"], []],
 )

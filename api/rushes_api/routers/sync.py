@@ -19,6 +19,9 @@ from rushes_api.waiting import send_headers, until_over, video_id_of
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
+CLIENT_GONE = 499
+"""What the log says of a client that hung up. Nobody receives it."""
+
 _CONDITIONS = {b"range", b"if-range", b"if-match", b"if-none-match"}
 
 _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
@@ -74,6 +77,8 @@ async def create_and_fetch(
         job = await until_over(video_id, seat, request, state=state, project=caller.project, seconds=seconds)
     job = visible(job, video_id)
     if not job.state.is_final:
+        if await request.is_disconnected():
+            return Response(status_code=CLIENT_GONE)
         raise NotInTime(job)
     check_finished(job)
     send_headers(request, _measured(job))

@@ -17,6 +17,7 @@ import idna
 
 from rushes_core.errors import InvalidRequest
 from rushes_core.fields import shown
+from rushes_core.redact import without_password
 from rushes_core.settings import Settings, listed
 
 MAX_URL = 2_048
@@ -102,7 +103,7 @@ class Guard:
         """
 
         def refuse(problem: str) -> BlockedAddress:
-            return BlockedAddress(f"{param} {problem}, got {shown(text)}", param=param)
+            return BlockedAddress(f"{param} {problem}, got {shown(without_password(text))}", param=param)
 
         if len(text) > MAX_URL:
             raise BlockedAddress(f"{param} must have at most {MAX_URL} characters, got {len(text)}", param=param)
