@@ -330,7 +330,7 @@ def main() -> None:
         "watchers": watchers,
         "pollers": pollers_load,
     }
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=2, help="processes of the API (default 2)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each case (default 15)")
     parser.add_argument("--jobs", type=int, default=1_000_000, help="rows behind the list (default 1,000,000)")

@@ -36,7 +36,7 @@ def claims(settings: Settings, owner: str, count: int, rate: float) -> list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1_000_000)
     parser.add_argument("--projects", type=int, default=200)
     parser.add_argument("--claims", type=int, default=4_000)

@@ -69,7 +69,7 @@ def cancel(connection: Connection, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=200_000)
     parser.add_argument("--projects", type=int, default=200)
     parser.add_argument("--rate", type=float, default=20.0, help="writes a second of each writer")

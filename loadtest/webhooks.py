@@ -198,7 +198,9 @@ def hostile(engine: Engine, settings: Settings, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--deliveries", type=int, default=8_000)
     parser.add_argument("--endpoints", type=int, default=20)
     parser.add_argument("--senders", type=int, default=1)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -124,10 +125,10 @@ def _word_or_none(text: str) -> str | None:
 
 
 def _time(text: str) -> float:
-    try:
-        return (datetime.now(UTC) + parse_duration(text)).timestamp()
-    except ValueError:
-        return parse_moment(text).timestamp()
+    for parse in (lambda: datetime.now(UTC) + parse_duration(text), lambda: parse_moment(text)):
+        with suppress(ValueError, OverflowError):
+            return parse().timestamp()
+    raise ValueError("must be a time from now in days, hours, minutes and seconds, as 90d, or a time with its zone")
 
 
 def _create(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rushes_core.errors import RushesError
 
@@ -96,8 +96,16 @@ def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes options by their whole names: what the beginning of one means may change with a release. The parsers of
+    its subcommands are of the same kind."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options | {"allow_abbrev": False})
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rushes", description="An asynchronous render queue for FastH3.")
+    parser = _Parser(prog="rushes", description="An asynchronous render queue for FastH3.")
     parser.add_argument("--version", action="version", version=f"rushes {version('rushes')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -146,6 +154,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands.add_parser("migrate", help="bring the database's schema to this release").set_defaults(run=_migrate)
 
     for name, summary in (
+        ("campaign", "submit, watch and fetch thousands of clips"),
         ("projects", "make and list projects"),
         ("keys", "make, list, change, rotate and revoke API keys"),
         ("checkpoint", "make, inspect and verify checkpoint directories"),

@@ -71,7 +71,7 @@ def main() -> int:
     from rushes_core.database import migrate
     from support.checkpoints import tiny_checkpoint
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--examples", type=int, default=100, help="of each operation (default 100)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

@@ -63,6 +63,23 @@ def test_wrong_usage_ends_with_status_2(words: str) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("text", ["5y", "9999999d", "tomorrow", "", "99999999999999"])
+def test_an_expiry_that_is_no_time_is_told_what_times_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["keys", "create", "farm", f"--expires={text}"])
+    assert ended.value.code == 2
+    expected = "a time from now in days, hours, minutes and seconds, as 90d, or a time with its zone"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["up --lay r1s1", "api --work 2", "keys create farm --proj acme", "sweep --orph"])
+def test_options_are_not_taken_by_their_beginnings(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_nothing_is_deleted_by_half_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--delete"]) == 2
     assert "--delete belongs to --orphans" in capsys.readouterr().err

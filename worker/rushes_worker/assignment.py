@@ -25,7 +25,7 @@ class Assignment:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Self:
-        parser = argparse.ArgumentParser(prog="rushes_worker.supervisor")
+        parser = argparse.ArgumentParser(prog="rushes_worker.supervisor", allow_abbrev=False)
         parser.add_argument("layout", type=Layout.parse)
         parser.add_argument("replica", type=int)
         parser.add_argument("kind", choices=("cpu", "cuda"))

@@ -56,7 +56,9 @@ def play(row: Row, servers: Servers, folder: Path, *, seed: int) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="faults", description="Play the fault matrix and judge what happened.")
+    parser = argparse.ArgumentParser(
+        prog="faults", description="Play the fault matrix and judge what happened.", allow_abbrev=False
+    )
     parser.add_argument("--only", type=_numbers, help="rows, as 6,24 or 1-5,17")
     parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same faults")
     parser.add_argument("--runs", type=int, default=1, help="runs of each row; each has a seed of its own")
