@@ -3,6 +3,7 @@
 import re
 import secrets
 import time
+from collections.abc import Iterator
 
 from ulid import ULID
 
@@ -21,6 +22,20 @@ _DELIVERY = re.compile(rf"{DELIVERY_PREFIX}[0-9a-f]{{32}}", re.ASCII)
 def new_video_id() -> str:
     """A new job id, `video_` and 26 characters of Crockford base 32."""
     return f"{VIDEO_PREFIX}{ULID()}"
+
+
+def video_ids(after: str | None = None) -> Iterator[str]:
+    """New job ids without end, each greater than the one before it.
+
+    Args:
+        after: an id that all of them are greater than, whatever the clock says.
+    """
+    last = 0 if after is None else int.from_bytes(ULID.from_str(after.removeprefix(VIDEO_PREFIX)).bytes)
+    while True:
+        drawn = int.from_bytes(ULID().bytes)
+        # one more in the same millisecond would be in no order: it is the next number
+        last = drawn if drawn >> 80 > last >> 80 else last + 1
+        yield f"{VIDEO_PREFIX}{ULID(last.to_bytes(16))}"
 
 
 def first_video_id(unix: float) -> str:

@@ -1,7 +1,11 @@
 """What a prompt may be: the checks that need no model, and the tokenizer that measures it."""
 
+import json
 import unicodedata
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from rushes_core.errors import InvalidRequest
 from rushes_core.tokenizer import QWEN_TOKENS, load_tokenizer
@@ -23,7 +27,7 @@ def check_prompt(prompt: str) -> None:
         raise _refused(f"must be at most {MAX_PROMPT_CHARACTERS} characters, got {len(prompt)}", "prompt_too_long")
     if "\x00" in prompt:
         raise _refused(f"must not contain the NUL character (found at position {prompt.index(chr(0))})")
-    lone = next((i for i, c in enumerate(prompt) if "\ud800" <= c <= "\udfff"), None)
+    lone = None if prompt.isascii() else next((i for i, c in enumerate(prompt) if "\ud800" <= c <= "\udfff"), None)
     if lone is not None:
         raise _refused(f"must be valid Unicode: lone surrogate U+{ord(prompt[lone]):04X} at position {lone}")
     if not any(_is_visible(character) for character in prompt):
@@ -50,6 +54,18 @@ class PromptTokenizer:
         self._control_ids = {
             token_id for token in CONTROL_TOKENS if (token_id := self._tokenizer.token_to_id(token)) is not None
         }
+        self._is_byte_level = _is_byte_level(self._tokenizer)
+
+    def bound(self, prompt: str) -> int | None:
+        """A number of tokens that `prompt` certainly has no more of; None: none is known without `encode`.
+
+        A prompt that passes `check_prompt` and whose bound is at most the limit is one that `encode` takes.
+        """
+        if not self._is_byte_level:
+            return None
+        # no text has more than three times the bytes in NFC; a space may be put before it
+        num_bytes = len(prompt) if prompt.isascii() else 3 * len(prompt.encode(errors="surrogatepass"))
+        return num_bytes + 1
 
     def encode(self, prompt: str, *, max_tokens: int) -> list[int]:
         """Token ids of `prompt`, at least one.
@@ -66,3 +82,17 @@ class PromptTokenizer:
         if not self._control_ids.isdisjoint(token_ids):
             raise _refused("must not contain a control token")
         return token_ids
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether every token stands for one or more bytes of the NFC text, and nothing of the text is left out."""
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    first: dict[str, Any] = parts["pre_tokenizer"] or {}
+    steps: list[dict[str, Any]] = first.get("pretokenizers", [first])
+    *splits, last = steps
+    return (
+        parts["model"]["type"] == "BPE"
+        and (parts["normalizer"] is None or parts["normalizer"]["type"] == "NFC")
+        and last.get("type") == "ByteLevel"
+        and all(split["type"] == "Split" and split["behavior"] == "Isolated" for split in splits)
+    )

@@ -11,6 +11,8 @@ from rushes_core.settings import Settings
 WAKE_TASK = "rushes.wake"
 WEBHOOK_QUEUE = "cpu.webhooks"
 """Celery queue that carries the hints of those who deliver webhooks."""
+CAMPAIGN_QUEUE = "cpu.campaigns"
+"""Celery queue that carries the hints of those who load, close and finish campaigns."""
 MAX_HINTS = 64
 """Most hints that lie in a pool's list at once."""
 

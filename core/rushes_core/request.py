@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, cast
@@ -32,6 +32,7 @@ from rushes_core.fields import (
 from rushes_core.models import Job
 from rushes_core.moment import MAX_AHEAD, MAX_BEHIND, MIN_CANCEL_AFTER, parse_duration
 from rushes_core.parsing import parse_as, unsupported
+from rushes_core.prompt import check_prompt
 from rushes_core.served_model import ServedModel
 from rushes_core.webhooks.events import DEFAULT_TYPES, Url, VideoEventTypes
 
@@ -138,6 +139,18 @@ class ResolvedRequest:
     """Members of the field `output`, those that were given."""
     webhook: Webhook | None
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The column `request` of a new job."""
+        return {
+            "seconds": self.seconds,
+            "size_requested": self.size_requested,
+            "metadata": self.metadata,
+            **({} if self.not_before is None else {"not_before": self.not_before.timestamp()}),
+            **({} if self.retention_seconds is None else {"retention_seconds": self.retention_seconds}),
+            **({"output": self.output} if self.output else {}),
+        }
+
     def job_values(self, model: ServedModel) -> dict[str, Any]:
         """The columns of a new job that the request decides."""
         times: dict[str, Any] = {"run_at": self.not_before, "deadline_at": self.deadline}
@@ -151,14 +164,7 @@ class ResolvedRequest:
             "height": self.canvas.height,
             "num_frames": self.clip.num_frames,
             "priority": self.priority,
-            "request": {
-                "seconds": self.seconds,
-                "size_requested": self.size_requested,
-                "metadata": self.metadata,
-                **({} if self.not_before is None else {"not_before": self.not_before.timestamp()}),
-                **({} if self.retention_seconds is None else {"retention_seconds": self.retention_seconds}),
-                **({"output": self.output} if self.output else {}),
-            },
+            "request": self.asked,
             **{name: time for name, time in times.items() if time is not None},
         }
 
@@ -175,12 +181,14 @@ def resolve(
     *,
     cancel_after: str | None = None,
     buckets: Collection[str] = (),
+    measure: Callable[[str, ServedModel], int] | None = None,
 ) -> ResolvedRequest:
     """Check a parsed body against the served model and work out what would be rendered.
 
     Args:
         cancel_after: value of the header `Cancel-After`, which says `deadline` as a duration from now.
         buckets: names of the buckets that `output` may name.
+        measure: tells `num_tokens` in place of `count_tokens`, and refuses what that refuses.
 
     Raises:
         InvalidRequest: names the field, the value and the limit.
@@ -191,7 +199,7 @@ def resolve(
         raise ModelNotFound(f"model {shown(request.model)} is not served here; served: {model.name}", param="model")
     _check_fixed(request, model)
     _check_task(request.task)
-    num_tokens = count_tokens(request.prompt, model)
+    num_tokens = (measure or count_tokens)(request.prompt, model)
     seconds, clip = _duration(request)
     not_before, deadline = _times(request, cancel_after, now=datetime.now(UTC))
     return ResolvedRequest(
@@ -220,6 +228,19 @@ def count_tokens(prompt: str, model: ServedModel) -> int:
         InvalidRequest: no model should see it, or it is too long for this one.
     """
     return len(model.tokenizer.encode(prompt, max_tokens=model.max_prompt_tokens))
+
+
+def bound_tokens(prompt: str, model: ServedModel) -> int:
+    """At least as many tokens as a prompt has that the model takes, without taking it apart where that can be told.
+
+    Raises:
+        InvalidRequest: as `count_tokens`.
+    """
+    bound = model.tokenizer.bound(prompt)
+    if bound is None or bound > model.max_prompt_tokens:
+        return count_tokens(prompt, model)
+    check_prompt(prompt)
+    return bound
 
 
 def remix(source: Job, prompt: str, *, num_tokens: int, buckets: Collection[str] = ()) -> ResolvedRequest:

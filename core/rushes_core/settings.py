@@ -189,6 +189,12 @@ class Settings(DatabaseSettings):
     """A replica claims nothing while its scratch directory has less room than this."""
     drain_after_crashes: PositiveInt = 3
     """Different jobs that a replica may crash on within half an hour before it takes no more and waits for a person."""
+    node_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:-]{0,253}$")] = ""
+    """Address of this machine in the private network between the two nodes of a replica; needed with `--nodes 2`."""
+    node_port: Annotated[int, Field(ge=1, le=65_535)] = 29_400
+    """Port at that address where the first node waits for the one that joins."""
+    node_secret: SecretStr = SecretStr("")
+    """What the nodes of a replica prove to each other, at least 16 characters; needed with `--nodes 2` and `--join`."""
     pipeline: Annotated[NonEmpty, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = (
         "rushes_worker.pipeline.fasth3:FastH3Pipeline"
     )

@@ -1,0 +1,226 @@
+"""Makes jobs of the lines of campaigns: one campaign at a time, read in one thread and written in another."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rushes_core import files
+from rushes_core.campaigns import events, loading
+from rushes_core.campaigns.items import Terms
+from rushes_core.campaigns.lines import FileUnreadable, Position, Reader, format_of, no_requests, survey
+from rushes_core.campaigns.loading import Lease
+from rushes_core.campaigns.tables import Campaign
+from rushes_core.errors import ObjectMissing, StorageError
+from rushes_core.ids import video_ids
+from rushes_core.log import get_logger
+from rushes_core.models import File
+from rushes_core.served_model import ServedModel
+from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
+
+from rushes_worker.campaigns.chunks import Chunk, chunks
+from rushes_worker.campaigns.copying import copy_rows
+from rushes_worker.campaigns.examination import Examination
+from rushes_worker.campaigns.source import content_of
+
+log = get_logger(__name__)
+
+RENEW_SECONDS = loading.LEASE_SECONDS / 4
+SLICE_SECONDS = 10.0
+"""How long one campaign is loaded while another one waits for it."""
+STORE_RETRY_SECONDS = 5.0
+"""How long a campaign is left alone whose file the store did not give."""
+
+
+class LeaseLost(Exception):
+    """Another process has the campaign, or there is nothing to load any more."""
+
+
+class Loader:
+    """
+    Args:
+        owner: of leases, different from every other process's.
+    """
+
+    def __init__(self, settings: Settings, model: ServedModel, engine: Engine, *, owner: str) -> None:
+        self._settings = settings
+        self._model = model
+        self._engine = engine
+        self._store = ObjectStore(settings)
+        self._owner = owner
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Return from `turn` after the chunk that is being loaded."""
+        self._stopping = True
+
+    def turn(self) -> bool:
+        """Load one campaign, or a part of it. False: there was none."""
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            campaign = session.execute(loading.claim(owner=self._owner, model=self._model.name)).scalar_one_or_none()
+        if campaign is None:
+            return False
+        lease = Lease(campaign.id, campaign.fence)
+        began = time.monotonic()
+        try:
+            is_done = self._load(campaign, lease)
+        except FileUnreadable as error:
+            self._fail(lease, [loading.file_error(error)])
+        except LeaseLost:
+            log.info("campaign_left", campaign_id=campaign.id)
+        except StorageError as error:
+            log.warning("campaign_file_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
+            self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+        except BaseException:
+            self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+            raise
+        else:
+            self._release(lease)
+            seconds = round(time.monotonic() - began, 3)
+            log.info("campaign_loaded" if is_done else "campaign_paused", campaign_id=campaign.id, seconds=seconds)
+        return True
+
+    def _load(self, campaign: Campaign, lease: Lease) -> bool:
+        """Whether all of it is loaded.
+
+        Raises:
+            FileUnreadable, LeaseLost, StorageError
+        """
+        renewed_at = time.monotonic()
+
+        def renew() -> None:
+            nonlocal renewed_at
+            if time.monotonic() > renewed_at + RENEW_SECONDS:
+                self._renew(lease)
+                renewed_at = time.monotonic()
+
+        file, priorities, last_id = self._look_up(campaign)
+        content = content_of(file, self._store, self._settings, on_range=renew)
+        terms = Terms(
+            model=self._model,
+            defaults=campaign.defaults,
+            priorities=priorities,
+            buckets=self._settings.output_buckets,
+        )
+        try:
+            if campaign.state == "validating":
+                found = survey(content, max_lines=self._settings.campaign_max_lines)
+                if not campaign.dry_run:
+                    self._check_room(campaign, found.num_lines)
+            kind = campaign.input_format or format_of(content.head(), file.filename)
+
+            def reader(start: Position) -> Reader:
+                return Reader(content, kind=kind, start=start, max_line_bytes=self._settings.campaign_max_line_bytes)
+
+            if campaign.dry_run or (campaign.strict and campaign.state == "validating"):
+                examination = Examination(self._engine, renew=renew)
+                report = examination.run(chunks(reader(Position(0, 0)), terms, video_ids()), model=self._model.name)
+                if not report["valid"] and not report["invalid"]:
+                    raise no_requests()
+                if campaign.dry_run:
+                    self._report(lease, report)
+                    return True
+                if report["invalid"]:
+                    self._fail(lease, report["errors"], report)
+                    return True
+            start = Position(campaign.loaded_bytes, campaign.loaded_lines)
+            return self._write_all(campaign, lease, chunks(reader(start), terms, video_ids(last_id)))
+        except ObjectMissing as error:
+            raise FileUnreadable("the content of the file is no longer there", code="file_content_missing") from error
+
+    def _look_up(self, campaign: Campaign) -> tuple[File, list[str] | None, str | None]:
+        with Session(self._engine, expire_on_commit=False) as session:
+            found = session.execute(files.get(campaign.input_file_id, project=campaign.project)).scalar_one_or_none()
+            if found is None or found.deleted_at is not None:
+                raise FileUnreadable(f"{campaign.input_file_id} was deleted", code="file_deleted")
+            key = campaign.api_key
+            priorities = None if key is None else session.execute(loading.priorities_of(key)).scalar_one_or_none()
+            return found, priorities, session.execute(loading.last_id(campaign.id)).scalar_one_or_none()
+
+    def _check_room(self, campaign: Campaign, num_lines: int) -> None:
+        with self._engine.connect() as connection:
+            num_queued = int(connection.execute(loading.num_queued(campaign.project)).scalar_one())
+        limit = self._settings.campaign_max_queued
+        if num_queued + num_lines > limit:
+            raise FileUnreadable(
+                f"the campaigns of a project may have {limit} jobs waiting together; {num_queued} wait, and the file "
+                f"has {num_lines} lines",
+                code="queue_full",
+            )
+
+    def _write_all(self, campaign: Campaign, lease: Lease, read: Iterator[Chunk]) -> bool:
+        """While one chunk is written the next is read."""
+        until = time.monotonic() + SLICE_SECONDS
+        is_empty = campaign.state == "validating"
+        with ThreadPoolExecutor(1, thread_name_prefix="write") as writer:
+            writing: Future[None] | None = None
+            for chunk in read:
+                if writing is not None:
+                    writing.result()
+                is_empty = is_empty and not chunk.has_items
+                if chunk.is_last and is_empty:
+                    raise no_requests()
+                writing = writer.submit(self._write, campaign, lease, chunk)
+                if chunk.is_last:
+                    writing.result()
+                    return True
+                if self._stopping or (time.monotonic() > until and self._others_wait(campaign)):
+                    writing.result()
+                    return False
+        raise AssertionError("the last chunk ends the file")
+
+    def _write(self, campaign: Campaign, lease: Lease, chunk: Chunk) -> None:
+        with self._engine.begin() as connection:
+            terms = connection.execute(loading.terms(lease)).one_or_none()
+            if terms is None:
+                raise LeaseLost
+            refused = list(chunk.refused)
+            if chunk.loaded:
+                connection.exec_driver_sql(loading.CREATE_CHUNK)
+                copy_rows(connection, loading.COPY_CHUNK, map(loading.copied, chunk.loaded))
+                insert = loading.insert_chunk(
+                    campaign,
+                    priority=terms.priority,
+                    max_attempts=terms.max_attempts or self._settings.max_attempts,
+                )
+                if connection.execute(insert).rowcount < len(chunk.loaded):
+                    refused += [
+                        loading.duplicate(row.custom_id, line=row.line, first=row.first)
+                        for row in connection.execute(loading.duplicates(campaign.id))
+                    ]
+            if refused:
+                connection.execute(loading.refuse(campaign.id, refused))
+            advance = loading.advance(
+                lease, begin=chunk.begin, end=chunk.end, has_items=chunk.has_items, is_last=chunk.is_last
+            )
+            if connection.execute(advance).one_or_none() is None:
+                raise LeaseLost
+
+    def _others_wait(self, campaign: Campaign) -> bool:
+        with self._engine.connect() as connection:
+            statement = loading.is_any_to_load(model=self._model.name, but=campaign.id)
+            return connection.execute(statement).scalar_one()
+
+    def _report(self, lease: Lease, report: dict[str, Any]) -> None:
+        with self._engine.begin() as connection:
+            if connection.execute(loading.report(lease, report)).one_or_none() is None:
+                raise LeaseLost
+            connection.execute(events.tell(lease.campaign_id, "batch.completed"))
+
+    def _fail(self, lease: Lease, errors: list[dict[str, Any]], report: dict[str, Any] | None = None) -> None:
+        with self._engine.begin() as connection:
+            if connection.execute(loading.fail(lease, errors, report)).one_or_none() is not None:
+                connection.execute(events.tell(lease.campaign_id, "batch.failed"))
+                log.info("campaign_failed", campaign_id=lease.campaign_id, code=errors[0]["code"])
+
+    def _renew(self, lease: Lease) -> None:
+        with self._engine.begin() as connection:
+            if connection.execute(loading.renew(lease)).one_or_none() is None:
+                raise LeaseLost
+
+    def _release(self, lease: Lease, *, after_seconds: float = 0) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(loading.release(lease, after_seconds=after_seconds))
