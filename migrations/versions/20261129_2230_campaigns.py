@@ -189,11 +189,11 @@ BEGIN
         SELECT jsonb_build_object(
             'status', state,
             'progress', CASE WHEN state = 'completed' THEN 100 WHEN loaded_at IS NULL OR total = 0 THEN 0
-                ELSE div(100 * (total - counts.queued - counts.in_progress), total) END,
+                ELSE least(99, div(100 * (total - counts.queued - counts.in_progress), total)) END,
             'request_counts', jsonb_build_object(
                 'total', total, 'completed', counts.completed, 'failed', counts.failed + counts.invalid,
                 'queued', counts.queued, 'in_progress', counts.in_progress, 'cancelled', counts.cancelled,
-                'expired', counts.expired
+                'expired', counts.expired, 'invalid', counts.invalid
             ),
             'name', name,
             'metadata', metadata,

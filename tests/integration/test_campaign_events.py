@@ -199,6 +199,7 @@ class TestWhatIsTold:
                 "in_progress": 0,
                 "cancelled": 1,
                 "expired": 0,
+                "invalid": 1,
             },
             "name": "Night",
             "metadata": {"client": "acme"},

@@ -113,7 +113,8 @@ def sample_data(type: str) -> dict[str, Any]:
 def _sample_batch(type: str) -> dict[str, Any]:
     is_final = type in BATCH_FINAL_TYPES
     has_run = type == "batch.completed"
-    counts = dict.fromkeys(("total", "completed", "failed", "queued", "in_progress", "cancelled", "expired"), 0)
+    names = ("total", "completed", "failed", "queued", "in_progress", "cancelled", "expired", "invalid")
+    counts = dict.fromkeys(names, 0)
     return {
         "status": type.removeprefix("batch.") if is_final else "in_progress",
         "progress": 100 if has_run else 0,

@@ -1,0 +1,534 @@
+"""`rushes campaign`: thousands of clips from one file, over HTTP, from submitting it to the clips on this disk."""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+from rushes_core.ids import is_campaign_id
+
+from rushes_cli.campaigns import flags
+from rushes_cli.campaigns.client import Client, Refused, Unreachable, from_environment, refusal
+from rushes_cli.campaigns.download import Clip, Fetcher, Rate, clip_of, fetch_all
+from rushes_cli.campaigns.shown import Line, bar, bytes_text, counts_text, describe, duration_text, status_words
+from rushes_cli.main import UsageError
+from rushes_cli.operator import print_json, print_table
+from rushes_cli.signals import Interrupted, interruptible
+
+POLL_SECONDS = 2.0
+WATCH_PATIENCE_SECONDS = 3_600.0
+"""How long `watch` waits for an API that is away."""
+MAX_PARALLEL = 64
+SHOWN_ERRORS = 10
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+OUTCOMES = {"completed": 0, "failed": 4, "cancelled": 5, "expired": 6}
+SOME_FAILED = 3
+"""Exit status of a campaign that completed with failed items, and of a download that lacks clips."""
+_STATUSES = """\
+exit status of watch and of submit --follow: 0 all items completed, 3 some did not, 4 the campaign failed as a whole,
+5 cancelled, 6 expired; of download: 3 a clip is missing or the campaign goes on; of all: 1 an error, 2 wrong usage,
+130 Ctrl-C"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `campaign` with its actions."""
+    parser = subparsers.add_parser(
+        "campaign",
+        help="submit, watch and fetch thousands of clips",
+        description="Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_API_KEY.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    submit = actions.add_parser("submit", help="send a file of prompts: JSONL or CSV, also compressed by gzip")
+    submit.add_argument("file", type=Path, metavar="FILE")
+    submit.add_argument("--name", help="default: the file's")
+    submit.add_argument("--priority", choices=("interactive", "normal", "bulk"), help="default: bulk")
+    submit.add_argument(
+        "--window",
+        type=_checked(flags.window),
+        metavar="WHEN",
+        help="when its clips may run: '22:00-06:00 mo-fr Europe/Berlin'",
+    )
+    submit.add_argument(
+        "--budget",
+        type=_checked(flags.budget),
+        metavar="TIME",
+        help="GPU time: seconds, or 25h; '25h,cancel' cancels the rest",
+    )
+    submit.add_argument(
+        "--proof",
+        type=_checked(flags.proof),
+        metavar="N[:TIME]",
+        help="run the first N, then wait for approve, at most TIME",
+    )
+    submit.add_argument("--max-parallel", type=int, metavar="N", help="clips that run at once")
+    submit.add_argument("--max-failures", type=int, metavar="N", help="failed clips after which it pauses")
+    submit.add_argument("--on-failure", choices=("pause", "cancel"), help="what --max-failures does (default pause)")
+    submit.add_argument("--max-attempts", type=int, metavar="N", help="of each clip")
+    submit.add_argument(
+        "--not-before", type=_checked(flags.moment), metavar="WHEN", help="2h, or 2026-12-01T22:00:00+01:00"
+    )
+    submit.add_argument("--completion-window", metavar="TIME", help="what has not started by then expires, as 24h")
+    submit.add_argument(
+        "--default",
+        type=_checked(flags.pair),
+        action="append",
+        dest="defaults",
+        metavar="NAME=VALUE",
+        help="for lines that do not say it, as size=1344x768; may be given again",
+    )
+    submit.add_argument(
+        "--metadata", type=_checked(flags.pair), action="append", metavar="NAME=VALUE", help="may be given again"
+    )
+    submit.add_argument("--webhook-url", metavar="URL", help="told when it ends")
+    submit.add_argument(
+        "--format", choices=("jsonl", "csv"), dest="input_format", help="default: as the file's name says"
+    )
+    submit.add_argument("--strict", action="store_true", help="one bad line fails the whole file")
+    submit.add_argument("--start-paused", action="store_true")
+    submit.add_argument("--dry-run", action="store_true", help="check the file and say what it would take")
+    submit.add_argument("--follow", action="store_true", help="then watch it")
+    submit.set_defaults(act=_submit)
+
+    status = actions.add_parser("status", help="show one")
+    status.set_defaults(act=_status)
+    watch = actions.add_parser("watch", help="follow one to its end", epilog=_STATUSES)
+    watch.set_defaults(act=_watch)
+    listing = actions.add_parser("list", help="list campaigns, the newest first")
+    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="default: 20")
+    listing.set_defaults(act=_list)
+    items = actions.add_parser("items", help="list the clips of one")
+    items.add_argument(
+        "--status", choices=("queued", "in_progress", "completed", "failed", "cancelled", "expired"), help="only these"
+    )
+    items.add_argument("--limit", type=_positive, metavar="N", help="default: all")
+    items.set_defaults(act=_items)
+    pause = actions.add_parser("pause", help="start no more of it; what runs is finished")
+    pause.add_argument("--stop", action="store_true", help="also stop what runs; it begins again at resume")
+    pause.set_defaults(act=_pause)
+    for name, summary in (
+        ("resume", "go on with it"),
+        ("approve", "go on after the proof"),
+        ("cancel", "end it; what has ended stays"),
+    ):
+        action = actions.add_parser(name, help=summary)
+        action.set_defaults(act=_ask(name))
+    retry = actions.add_parser("retry-failed", help="queue failed clips again, in place")
+    retry.add_argument("--code", action="append", dest="codes", metavar="CODE", help="only with it; may be given again")
+    retry.add_argument("--include-cancelled", action="store_true", help="cancelled and expired ones, too")
+    retry.add_argument("--new-seeds", action="store_true", help="each with another seed")
+    retry.set_defaults(act=_retry)
+    download = actions.add_parser(
+        "download", help="have every clip in a directory; goes on where it was broken off", epilog=_STATUSES
+    )
+    for action in (
+        status,
+        watch,
+        items,
+        pause,
+        retry,
+        download,
+        *(actions.choices[name] for name in ("resume", "approve", "cancel")),
+    ):
+        action.add_argument("id", type=_campaign_id, metavar="CAMPAIGN", help="its id, batch_...")
+    download.add_argument("folder", type=Path, metavar="DIR")
+    download.add_argument("--parallel", type=_positive, default=4, metavar="N", help="clips at once (default 4)")
+    download.add_argument("--verify", action="store_true", help="read again what is here already")
+    download.set_defaults(act=_download)
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON objects, one a line")
+        action.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        with interruptible():
+            return arguments.act(arguments)
+    except Interrupted as interruption:
+        print("rushes campaign: interrupted", file=sys.stderr)
+        return 128 + interruption.signum
+
+
+@contextmanager
+def _api(*, patience: float | None = None, line: Line | None = None) -> Iterator[Client]:
+    def on_wait(reason: str) -> None:
+        text = f"waiting for the API: {reason}"
+        if line is None:
+            print(f"rushes campaign: {text}", file=sys.stderr)
+        else:
+            line.show(text, key="away")
+
+    client = from_environment(on_wait=on_wait, **({} if patience is None else {"patience": patience}))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    body = _request(arguments)
+    path: Path = arguments.file
+    if not path.is_file():
+        raise UsageError(f"{path} is no file" if path.exists() else f"there is no file {path}")
+    if path.stat().st_size == 0:
+        raise UsageError(f"{path} is empty")
+    with Line(sys.stderr) as line, _api(line=line) as client:
+        stored = client.upload(lambda: _Shown(path, line), name=path.name)
+        campaign = client.post("/v1/campaigns", body | {"input_file_id": stored["id"]}, once=True)
+    if arguments.dry_run:
+        return _report(arguments, campaign["id"])
+    if arguments.json and not arguments.follow:
+        print_json(campaign)
+    elif not arguments.json:
+        print(f"rushes campaign: {campaign['id']} {campaign['status']}")
+    return _follow(arguments, campaign["id"]) if arguments.follow else 0
+
+
+def _request(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("priority", "window", "budget", "proof", "max_parallel", "max_failures", "on_failure", "max_attempts")
+    names += ("not_before", "completion_window", "webhook_url", "input_format")
+    body = {name: getattr(arguments, name) for name in names}
+    body |= {
+        "name": arguments.name or arguments.file.name,
+        "defaults": flags.defaults(arguments.defaults) if arguments.defaults else None,
+        "metadata": dict(arguments.metadata) if arguments.metadata else None,
+        "validate": "strict" if arguments.strict else None,
+        "start_paused": arguments.start_paused or None,
+        "dry_run": arguments.dry_run or None,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+class _Shown:
+    """A file that shows how much of it was read, for the client that uploads it."""
+
+    def __init__(self, path: Path, line: Line) -> None:
+        self._file: IO[bytes] = path.open("rb")
+        self._size, self._line, self._name = path.stat().st_size, line, path.name
+        self._rate = Rate()
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._file.read(size)
+        self._rate.add(len(piece))
+        percent = 100 * self._rate.total / max(self._size, 1)
+        text = f"{bar(percent)}  {self._name}: {bytes_text(self._rate.total)} of {bytes_text(self._size)}"
+        self._line.show(f"{text}, {bytes_text(self._rate.value())}/s", key=int(percent / 10))
+        return piece
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def __enter__(self) -> "_Shown":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _report(arguments: argparse.Namespace, campaign_id: str) -> int:
+    """What a dry run found, when it has read the whole file."""
+    campaign = _until_ended(campaign_id, arguments)
+    if arguments.json:
+        print_json(campaign)
+        return 0 if campaign["status"] == "completed" else OUTCOMES[campaign["status"]]
+    _print_failure(campaign)
+    report: dict[str, Any] = campaign.get("report") or {}
+    for name, value in report.items():
+        if isinstance(value, (str, int, float, bool)):
+            print(
+                f"{name.replace('_', ' '):<24} {value:,}"
+                if type(value) is int
+                else f"{name.replace('_', ' '):<24} {value}"
+            )
+    for error in list(report.get("errors") or [])[:SHOWN_ERRORS]:
+        print(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})")
+    return OUTCOMES[campaign["status"]]
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    with _api() as client:
+        campaign = _get(client, arguments.id)
+    if arguments.json:
+        print_json(campaign)
+        return 0
+    print(f"{campaign['id']}  {campaign.get('name') or ''}".rstrip())
+    print(describe(campaign))
+    budget, proof = campaign["budget"], campaign.get("proof")
+    most = f" of {duration_text(budget['gpu_seconds'])}" if budget["gpu_seconds"] is not None else ""
+    print(f"GPU     {duration_text(budget['used_gpu_seconds'])}{most}")
+    if proof:
+        print(f"proof   the first {proof['count']}: {proof['state'].replace('_', ' ')}")
+    for name in ("output_file_id", "error_file_id"):
+        if campaign.get(name):
+            print(f"{name.removesuffix('_file_id'):<7} {campaign[name]}")
+    _print_failure(campaign)
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    return _follow(arguments, arguments.id)
+
+
+def _follow(arguments: argparse.Namespace, campaign_id: str) -> int:
+    campaign = _until_ended(campaign_id, arguments)
+    if arguments.json:
+        print_json(campaign)
+    else:
+        _print_failure(campaign)
+        print(f"{campaign['id']} {campaign['status']}: {counts_text(campaign['request_counts'])}")
+    counts = campaign["request_counts"]
+    if campaign["status"] == "completed" and counts["completed"] < counts["total"]:
+        return SOME_FAILED
+    return OUTCOMES[campaign["status"]]
+
+
+def _until_ended(campaign_id: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The campaign, once it has ended, shown as it goes on."""
+    with (
+        Line(sys.stderr if arguments.json else sys.stdout) as line,
+        _api(patience=WATCH_PATIENCE_SECONDS, line=line) as client,
+    ):
+        while True:
+            campaign = _get(client, campaign_id)
+            key = (status_words(campaign), campaign["progress"], campaign["request_counts"]["failed"])
+            line.show(describe(campaign), key=key)
+            if campaign["status"] in ENDED and not campaign.get("retrying"):
+                return campaign
+            time.sleep(POLL_SECONDS)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    found: list[dict[str, Any]] = []
+    with _api() as client:
+        for campaign in client.pages("/v1/campaigns", limit=min(arguments.limit, 100)):
+            found.append(campaign)
+            if len(found) == arguments.limit:
+                break
+    if arguments.json:
+        for campaign in found:
+            print_json(campaign)
+        return 0
+    rows = [
+        (
+            one["id"],
+            status_words(one),
+            f"{one['progress']} %",
+            counts_text(one["request_counts"]),
+            one.get("name") or "",
+        )
+        for one in found
+    ]
+    print_table(("CAMPAIGN", "STATUS", "DONE", "ITEMS", "NAME"), rows)
+    return 0
+
+
+def _items(arguments: argparse.Namespace) -> int:
+    count = 0
+    with _api() as client:
+        limit = 100 if arguments.limit is None else min(arguments.limit, 100)
+        for item in client.pages(f"/v1/campaigns/{arguments.id}/items", status=arguments.status, limit=limit):
+            if arguments.json:
+                print_json(item)
+            else:
+                print(_item_text(item))
+            count += 1
+            if count == arguments.limit:
+                break
+    return 0
+
+
+def _item_text(item: dict[str, Any]) -> str:
+    error: dict[str, Any] = item.get("error") or {}
+    why = f"{error.get('code')}: {error.get('message')}" if error else ""
+    cells = (f"{item.get('line') or '':>7}", f"{item['status']:<11}", f"{item.get('custom_id') or '-':<24}")
+    return "  ".join((*cells, f"{item.get('video_id') or '-':<32}", why)).rstrip()
+
+
+def _pause(arguments: argparse.Namespace) -> int:
+    return _change(arguments, "pause", {"drain": False} if arguments.stop else {})
+
+
+def _ask(name: str) -> Callable[[argparse.Namespace], int]:
+    return lambda arguments: _change(arguments, name, {})
+
+
+def _retry(arguments: argparse.Namespace) -> int:
+    asked = {
+        "codes": arguments.codes,
+        "include_cancelled": arguments.include_cancelled or None,
+        "new_seeds": arguments.new_seeds or None,
+    }
+    return _change(arguments, "retry_failed", {name: value for name, value in asked.items() if value is not None})
+
+
+def _change(arguments: argparse.Namespace, action: str, members: dict[str, Any]) -> int:
+    with _api() as client:
+        campaign = client.post(f"/v1/campaigns/{arguments.id}/{action}", members)
+    if arguments.json:
+        print_json(campaign)
+    else:
+        print(f"{campaign['id']} {status_words(campaign)}: {counts_text(campaign['request_counts'])}")
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    if arguments.parallel > MAX_PARALLEL:
+        raise UsageError(f"--parallel must be at most {MAX_PARALLEL}, got {arguments.parallel}")
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    failures: dict[str, str] = {}
+    with Line(sys.stderr) as line, _api(line=line) as client:
+        campaign = _get(client, arguments.id)
+        _save(client, f"/v1/campaigns/{arguments.id}/manifest", folder / "manifest.jsonl", form="jsonl")
+        statuses, total_bytes = _survey(folder / "manifest.jsonl")
+        rate = Rate()
+        fetcher = Fetcher(client, folder, on_bytes=rate.add)
+        missing = [one for one in _clips(folder) if not fetcher.is_here(one, verify=arguments.verify)]
+        num_clips, here = statuses["clip"], statuses["clip"] - len(missing)
+
+        def show() -> None:
+            percent = 100 * here / max(num_clips, 1)
+            text = f"{bar(percent)}  {here:,} of {num_clips:,} clips, {bytes_text(rate.total)}"
+            line.show(f"{text}, {bytes_text(rate.value())}/s", key=int(percent / 10))
+
+        for clip, reason in fetch_all(fetcher, missing, parallel=arguments.parallel, tick=show):
+            if reason is None:
+                here += 1
+            else:
+                failures[clip.name] = reason
+            show()
+        _save(client, f"/v1/campaigns/{arguments.id}/manifest", folder / "manifest.csv.part", form="csv")
+        _add_files(folder)
+    is_over = campaign["status"] in ENDED
+    result = {
+        "id": arguments.id,
+        "status": campaign["status"],
+        "folder": str(folder),
+        "clips": num_clips,
+        "here": here,
+        "fetched_bytes": rate.total,
+        "bytes": total_bytes,
+        "failed": statuses["failed"],
+        "not_finished": statuses["open"],
+        "missing": failures,
+    }
+    if arguments.json:
+        print_json(result)
+    else:
+        _print_download(result)
+    return 0 if here == num_clips and is_over else SOME_FAILED
+
+
+def _print_download(result: dict[str, Any]) -> None:
+    for name, reason in list(result["missing"].items())[:SHOWN_ERRORS]:
+        print(f"missing {name}: {reason}")
+    total = bytes_text(result["bytes"])
+    print(f"{result['here']:,} of {result['clips']:,} clips are in {result['folder']} ({total} in all)")
+    if result["failed"]:
+        print(f"{result['failed']:,} items have no clip: manifest.csv says why")
+    if result["not_finished"]:
+        print(f"{result['not_finished']:,} items are not finished: run the same command again")
+
+
+def _save(client: Client, path: str, target: Path, *, form: str) -> None:
+    """Write a manifest as it comes, and give it its name when it is whole."""
+    part = target.with_name(f".{target.name}.new")
+    reason = ""
+    for attempt in range(5):
+        try:
+            with client.stream(path, format=form) as answer, part.open("wb") as file:
+                if answer.is_error:
+                    answer.read()
+                    raise refusal(answer)
+                for piece in answer.iter_bytes():
+                    file.write(piece)
+            part.replace(target)
+            return
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+        except Refused as error:
+            if error.status < 500:
+                raise
+            reason = str(error)
+        time.sleep(2**attempt / 4)
+    raise Unreachable(f"{client.url}: {reason}")
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    with (folder / "manifest.jsonl").open(encoding="utf-8") as file:
+        for text in file:
+            yield json.loads(text)
+
+
+def _clips(folder: Path) -> Iterator[Clip]:
+    return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)
+
+
+def _survey(manifest: Path) -> tuple[Counter[str], int]:
+    """How many items have a clip, have failed or are not finished, and the bytes of the clips."""
+    counts: Counter[str] = Counter()
+    total = 0
+    for line in _lines(manifest.parent):
+        if (clip := clip_of(line)) is not None:
+            counts["clip"] += 1
+            total += clip.bytes
+        else:
+            counts["failed" if line.get("error") or line.get("response") else "open"] += 1
+    return counts, total
+
+
+def _add_files(folder: Path) -> None:
+    """Make `manifest.csv` of the API's table and a column with the file of each clip that is here."""
+    names = {clip.video_id: clip.name for clip in _clips(folder)}
+    source, part, target = folder / "manifest.csv.part", folder / ".manifest.csv.new", folder / "manifest.csv"
+    with source.open(encoding="utf-8-sig", newline="") as old, part.open("w", encoding="utf-8-sig", newline="") as new:
+        rows = csv.DictReader(old)
+        table = csv.DictWriter(new, [*(rows.fieldnames or ()), "file"])
+        table.writeheader()
+        for row in rows:
+            name = names.get(row["video_id"], "")
+            table.writerow(row | {"file": name if name and (folder / name).exists() else ""})
+    part.replace(target)
+    source.unlink()
+
+
+def _get(client: Client, campaign_id: str) -> dict[str, Any]:
+    return client.get(f"/v1/campaigns/{campaign_id}")
+
+
+def _print_failure(campaign: dict[str, Any]) -> None:
+    for error in ((campaign.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
+        where = f"line {error['line']}: " if error.get("line") else ""
+        print(f"{where}{error.get('message')} ({error.get('code')})")
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+    return checked
+
+
+def _campaign_id(text: str) -> str:
+    if not is_campaign_id(text):
+        raise argparse.ArgumentTypeError(f"must be the id of a campaign, batch_ and 26 characters, got {text!r}")
+    return text
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)

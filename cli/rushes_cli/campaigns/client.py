@@ -1,0 +1,196 @@
+"""Requests to the API, repeated while it restarts."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import httpx
+from rushes_core.errors import RushesError
+
+from rushes_cli.main import UsageError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+PATIENCE_SECONDS = 60.0
+"""How long an API that does not answer is asked again."""
+TIMEOUT = httpx.Timeout(60, connect=10)
+_RETRIED = (429, 502, 503, 504)
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_FIRST_DELAY, _LONGEST_DELAY = 0.25, 5.0
+
+
+class Refused(RushesError):
+    """The API answered with an error."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(f"{message} ({code})" if code else message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class Unreachable(RushesError):
+    """The API did not answer for as long as it was asked."""
+
+
+class Client:
+    """The API at `RUSHES_URL`, with the key `RUSHES_API_KEY`. Threads may share one."""
+
+    def __init__(
+        self, url: str, key: str, *, patience: float = PATIENCE_SECONDS, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        self.url = url
+        self._patience = patience
+        self._on_wait = on_wait
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=TIMEOUT,
+            # a proxy of the environment is not meant for this machine
+            trust_env=urlsplit(url).hostname not in _LOCAL,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        """The answer's object.
+
+        Raises:
+            Refused, Unreachable
+        """
+        wanted = {name: value for name, value in parameters.items() if value is not None}
+        return self._repeat(lambda: self._http.get(path, params=wanted))
+
+    def post(self, path: str, members: Mapping[str, Any] | None = None, *, once: bool = False) -> dict[str, Any]:
+        """The answer's object.
+
+        Args:
+            once: repeated after a lost answer it has no second effect, by an `Idempotency-Key`.
+
+        Raises:
+            Refused, Unreachable
+        """
+        headers = {"Idempotency-Key": uuid4().hex} if once else {}
+        # whatever else is posted has the same effect when it is repeated
+        return self._repeat(lambda: self._http.post(path, json=dict(members or {}), headers=headers))
+
+    def upload(self, open_file: Callable[[], Any], *, name: str) -> dict[str, Any]:
+        """Store a file of requests; `open_file` is called for every attempt.
+
+        Raises:
+            Refused, Unreachable
+        """
+        headers = {"Idempotency-Key": uuid4().hex}
+
+        def send() -> httpx.Response:
+            with open_file() as file:
+                return self._http.post(
+                    "/v1/files",
+                    data={"purpose": "batch"},
+                    files={"file": (name, file, "application/octet-stream")},
+                    headers=headers,
+                    timeout=httpx.Timeout(600, connect=10),
+                )
+
+        return self._repeat(send)
+
+    @contextmanager
+    def stream(
+        self, url: str, *, headers: Mapping[str, str] | None = None, **parameters: Any
+    ) -> Iterator[httpx.Response]:
+        """An answer that is read as it comes; asked for once. A redirect is the caller's to follow."""
+        with self._http.stream("GET", url, headers=dict(headers or {}), params=parameters or None) as answer:
+            yield answer
+
+    def pages(self, path: str, **parameters: Any) -> Iterator[dict[str, Any]]:
+        """Every object of a list, page by page."""
+        after = None
+        while True:
+            page = self.get(path, after=after, **parameters)
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = page["last_id"]
+
+    def _repeat(self, send: Callable[[], httpx.Response]) -> dict[str, Any]:
+        deadline = time.monotonic() + self._patience
+        delay = _FIRST_DELAY
+        while True:
+            wait = delay
+            try:
+                answer = send()
+            except httpx.TransportError as error:
+                reason = _reason(error)
+            else:
+                if answer.is_success:
+                    return _object(answer)
+                refused = refusal(answer)
+                if answer.status_code not in _RETRIED or answer.headers.get("x-should-retry") == "false":
+                    raise refused
+                reason = str(refused)
+                wait = max(delay, retry_after(answer))
+            if time.monotonic() + wait > deadline:
+                raise Unreachable(f"{self.url}: {reason}")
+            if self._on_wait is not None:
+                self._on_wait(reason)
+            time.sleep(wait)
+            delay = min(2 * delay, _LONGEST_DELAY)
+
+
+def from_environment(*, patience: float = PATIENCE_SECONDS, on_wait: Callable[[str], None] | None = None) -> Client:
+    """A client for what `RUSHES_URL` and `RUSHES_API_KEY` name.
+
+    Raises:
+        UsageError
+    """
+    url = os.environ.get("RUSHES_URL", "").strip() or DEFAULT_URL
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
+    key = os.environ.get("RUSHES_API_KEY", "").strip()
+    if not key:
+        raise UsageError("RUSHES_API_KEY is missing: a key with the scope batches; `rushes up` prints one")
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("RUSHES_API_KEY has characters that no key has")
+    return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)
+
+
+def refusal(answer: httpx.Response) -> Refused:
+    """The error that an answer tells of."""
+    try:
+        error = answer.json()["error"]
+        return Refused(answer.status_code, str(error["message"]), code=error.get("code"), param=error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        what = f"{answer.request.method} {answer.request.url.path} answered {answer.status_code}"
+        return Refused(answer.status_code, what)
+
+
+def retry_after(answer: httpx.Response) -> float:
+    """Seconds that the API asks to be left alone."""
+    try:
+        return min(120.0, max(0.0, float(answer.headers.get("retry-after", 0))))
+    except ValueError:
+        return 0.0
+
+
+def _object(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        value = answer.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise Refused(answer.status_code, f"{answer.request.url} is not the API of Rushes")
+    return value
+
+
+def _reason(error: httpx.TransportError) -> str:
+    return str(error) or type(error).__name__

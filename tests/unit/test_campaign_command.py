@@ -1,0 +1,415 @@
+"""`rushes campaign` without an API: what its flags mean, what files are called, and how a broken download goes on."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rushes_cli.campaigns import flags
+from rushes_cli.campaigns.client import Client, from_environment
+from rushes_cli.campaigns.download import (
+    Clip,
+    Fetcher,
+    NotFetched,
+    clip_of,
+    fetch_all,
+    file_stem,
+    range_headers,
+    resume,
+)
+from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text
+from rushes_cli.main import UsageError, main
+
+CAMPAIGN_ID = "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH"
+COUNTS = {"total": 1200, "completed": 310, "failed": 4, "queued": 880, "in_progress": 4, "cancelled": 2, "expired": 0}
+DATA = bytes(range(256)) * 2_000
+
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("text", "wanted"),
+        [
+            (
+                "22:00-06:00 mo-fr Europe/Berlin",
+                {"start": "22:00", "end": "06:00", "days": ["mo", "tu", "we", "th", "fr"], "timezone": "Europe/Berlin"},
+            ),
+            (
+                "UTC fr-mo stop 23:30-05:15",
+                {
+                    "start": "23:30",
+                    "end": "05:15",
+                    "days": ["mo", "fr", "sa", "su"],
+                    "timezone": "UTC",
+                    "on_close": "stop",
+                },
+            ),
+            ("20:00-08:00 America/New_York", {"start": "20:00", "end": "08:00", "timezone": "America/New_York"}),
+            ("20:00-08:00 SA,we UTC", {"start": "20:00", "end": "08:00", "timezone": "UTC", "days": ["we", "sa"]}),
+        ],
+    )
+    def test_a_window_has_times_days_and_a_zone_in_any_order(self, text: str, wanted: dict[str, Any]) -> None:
+        assert flags.window(text) == wanted
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("22:00-06:00 mo-fr", "lacks a time zone"),
+            ("mo-fr Europe/Berlin", "lacks times"),
+            ("", "lacks times"),
+            ("22:00-06:00 mo-xy UTC", "no day 'xy'"),
+            ("22:00-06:00 Europe/Berlni", "'Europe/Berlni'"),
+            ("22:00-6:00 UTC", "'22:00-6:00'"),
+            ("22:00-06:00 UTC Europe/Berlin", "timezone twice"),
+            ("22:00-06:00 UTC ../../etc/passwd", "'../../etc/passwd'"),
+        ],
+    )
+    def test_what_is_wrong_with_a_window_is_named(self, text: str, problem: str) -> None:
+        with pytest.raises(ValueError, match=problem):
+            flags.window(text)
+
+    def test_a_budget_is_seconds_or_a_duration(self) -> None:
+        assert flags.budget("90000") == {"gpu_seconds": 90_000}
+        assert flags.budget("25h") == {"gpu_seconds": 90_000}
+        assert flags.budget("1h30m,cancel") == {"gpu_seconds": 5_400, "on_limit": "cancel"}
+        for wrong in ("", "0", "-5", "nan", "inf", "25 hours", "25h,explode"):
+            with pytest.raises(ValueError, match="must"):
+                flags.budget(wrong)
+
+    def test_a_proof_is_a_number_and_perhaps_a_time(self) -> None:
+        assert flags.proof("4") == {"count": 4}
+        assert flags.proof("4:30m") == {"count": 4, "auto_continue_after": "30m"}
+        for wrong in ("", "0", "x", "4:", "4:soon", "-1"):
+            with pytest.raises(ValueError, match="must be"):
+                flags.proof(wrong)
+
+    def test_a_time_is_one_with_its_zone_or_from_now(self) -> None:
+        assert flags.moment("2026-12-01T22:00:00+01:00") == "2026-12-01T21:00:00+00:00"
+        away = datetime.fromisoformat(flags.moment("2h")) - datetime.now(UTC)
+        assert timedelta(minutes=119) < away <= timedelta(hours=2)
+        with pytest.raises(ValueError, match="with its zone"):
+            flags.moment("2026-12-01 22:00")
+
+    def test_defaults_are_json_where_they_are(self) -> None:
+        pairs = [
+            flags.pair(one) for one in ("seconds=5", "size=832x480", "prompt_suffix=a=b", 'output={"thumbnail":false}')
+        ]
+        assert flags.defaults(pairs) == {
+            "seconds": 5,
+            "size": "832x480",
+            "prompt_suffix": "a=b",
+            "output": {"thumbnail": False},
+        }
+
+
+class TestUsage:
+    @pytest.fixture(autouse=True)
+    def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RUSHES_API_KEY", "key")
+        monkeypatch.delenv("RUSHES_URL", raising=False)
+
+    def test_a_key_and_an_address_are_asked_for_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for address in ("nonsense", "ftp://host", "http://", "http://host:port", "http://host:99999"):
+            monkeypatch.setenv("RUSHES_URL", address)
+            with pytest.raises(UsageError, match="RUSHES_URL"):
+                from_environment()
+        monkeypatch.setenv("RUSHES_URL", "https://render.example/v1/")
+        client = from_environment()
+        assert client.url == "https://render.example"
+        client.close()
+        monkeypatch.setenv("RUSHES_API_KEY", " ")
+        with pytest.raises(UsageError, match="RUSHES_API_KEY is missing"):
+            from_environment()
+
+    def test_a_file_that_cannot_be_is_named_before_anything_is_sent(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        empty = tmp_path / "empty.csv"
+        empty.touch()
+        for path, problem in ((tmp_path / "x.csv", "there is no file"), (tmp_path, "is no file"), (empty, "is empty")):
+            assert main(["campaign", "submit", str(path)]) == 2
+            said = capsys.readouterr().err
+            assert problem in said
+            assert str(path) in said
+
+    @pytest.mark.parametrize("words", [["status", "batch_7"], ["items", CAMPAIGN_ID, "--limit", "0"], ["approve"]])
+    def test_wrong_usage_ends_with_status_2(self, words: list[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["campaign", *words])
+        assert ended.value.code == 2
+
+
+class TestNames:
+    @pytest.mark.parametrize("custom_id", ["shot-001", "szene_7 (neu)", "夜景-3", "a.b=c@d+e"])
+    def test_an_ordinary_id_is_the_name(self, custom_id: str) -> None:
+        assert file_stem(custom_id) == custom_id
+
+    @pytest.mark.parametrize(
+        "custom_id",
+        [
+            "../../etc/passwd",
+            "/etc/passwd",
+            "a/b",
+            "..",
+            ".hidden",
+            "-rf",
+            "a\nb",
+            "con:",
+            " x ",
+            "é" * 400,
+            "\x00",
+            "🎬",
+        ],
+    )
+    def test_any_other_id_is_a_name_in_the_directory(self, custom_id: str, tmp_path: Path) -> None:
+        name = f"{file_stem(custom_id)}.mp4.part"
+        (tmp_path / name).write_bytes(b"x")
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        assert name[0] not in ".- "
+
+    def test_two_ids_never_have_one_name(self) -> None:
+        ids = [
+            "a/b",
+            "a_b",
+            "a\\b",
+            "a:b",
+            "../a",
+            "./a",
+            "_a",
+            "..",
+            "...",
+            "é" * 300,
+            "é" * 301,
+            "x" * 150,
+            "x" * 151,
+        ]
+        assert len({file_stem(one) for one in ids}) == len(ids)
+
+    def test_a_clip_without_an_id_is_called_after_its_video(self) -> None:
+        assert Clip("video_1", None, 1, "0").name == "video_1.mp4"
+
+    def test_only_items_with_a_clip_are_fetched(self) -> None:
+        output = {"bytes": 7, "sha256": "ab", "deleted_at": None}
+        response = {"status_code": 200, "body": {"id": "video_1", "output": output}}
+        assert clip_of({"custom_id": "a", "response": response, "error": None}) == Clip("video_1", "a", 7, "ab")
+        output["deleted_at"] = 5
+        assert clip_of({"custom_id": "a", "response": response, "error": None}) is None
+        assert clip_of({"custom_id": "a", "response": None, "error": {"code": "x"}}) is None
+        assert clip_of({"custom_id": "a", "response": None, "error": None}) is None
+
+
+CAMPAIGN: dict[str, Any] = {
+    "id": CAMPAIGN_ID,
+    "status": "in_progress",
+    "hold_reason": "window",
+    "progress": 26,
+    "request_counts": COUNTS,
+    "eta": {"completes_at": 1_796_020_000, "completes_at_latest": 1_796_030_000, "fits_window": True},
+}
+
+
+class TestShown:
+    def test_a_line_says_how_far_it_is_and_why_it_waits(self) -> None:
+        now = datetime.fromtimestamp(1_796_019_000, UTC).astimezone()
+        at = datetime.fromtimestamp(1_796_020_000).astimezone()
+        line = describe(CAMPAIGN, now=now)
+        assert line.startswith("[######------------------]  26 %  in_progress, outside its window")
+        assert "310 completed, 4 failed, 2 cancelled, 4 running, 880 queued of 1,200" in line
+        assert f"{at:%H:%M}" in line
+
+    def test_without_a_forecast_there_is_no_time(self) -> None:
+        assert "ends" not in describe(CAMPAIGN | {"eta": None})
+        nothing = {"completes_at": None, "completes_at_latest": None, "fits_window": None}
+        assert "ends" not in describe(CAMPAIGN | {"eta": nothing})
+
+    def test_nothing_yet_is_said(self) -> None:
+        assert counts_text(dict.fromkeys(COUNTS, 0)) == "nothing yet of 0"
+
+    def test_amounts_are_read_at_a_glance(self) -> None:
+        assert [bytes_text(one) for one in (0, 999, 1_000, 1_234_567, 5e9, 5e12)] == [
+            "0 B",
+            "999 B",
+            "1.0 kB",
+            "1.2 MB",
+            "5.0 GB",
+            "5000.0 GB",
+        ]
+        assert [duration_text(one) for one in (0, 89, 90, 5_340, 5_400, 7_199, 90_000)] == [
+            "0 s",
+            "89 s",
+            "2 min",
+            "89 min",
+            "1 h 30 min",
+            "2 h 00 min",
+            "25 h 00 min",
+        ]
+
+
+class Store:
+    """A server that answers for clips as the API does, and as it is told to for the next requests."""
+
+    def __init__(self) -> None:
+        self.data = DATA
+        self.requests: list[dict[str, str]] = []
+        self.plan: list[str] = []
+
+
+@contextmanager
+def serving(store: Store) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            store.requests.append({name.lower(): value for name, value in self.headers.items()})
+            step = store.plan.pop(0) if store.plan else "whole"
+            etag = f'"{hashlib.sha256(store.data).hexdigest()}"'
+            if step == "away":
+                return self._answer(503, b"{}", {"Retry-After": "0"})
+            if step == "gone":
+                body = b'{"error": {"message": "the clip was removed", "code": "video_expired"}}'
+                return self._answer(410, body, {})
+            wanted = self.headers.get("Range")
+            if wanted is not None and self.headers.get("If-Range") == etag and step != "ignores ranges":
+                start = int(wanted.removeprefix("bytes=").rstrip("-"))
+                total = len(store.data)
+                headers = {"Content-Range": f"bytes {start}-{total - 1}/{total}", "ETag": etag}
+                return self._answer(206, store.data[start:], headers, cut=step == "cut")
+            return self._answer(200, store.data, {"ETag": etag}, cut=step == "cut")
+
+        def _answer(self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False) -> None:
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+            self.close_connection = cut
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def clip(data: bytes = DATA, custom_id: str = "shot") -> Clip:
+    return Clip("video_1", custom_id, len(data), hashlib.sha256(data).hexdigest())
+
+
+class TestDownload:
+    @pytest.fixture
+    def store(self) -> Store:
+        return Store()
+
+    @pytest.fixture
+    def fetcher(self, store: Store, tmp_path: Path) -> Iterator[Fetcher]:
+        with serving(store) as url:
+            client = Client(url, "key")
+            yield Fetcher(client, tmp_path)
+            client.close()
+
+    def test_a_whole_clip_gets_its_name(self, fetcher: Fetcher, tmp_path: Path) -> None:
+        fetcher.fetch(clip())
+        assert [one.name for one in tmp_path.iterdir()] == ["shot.mp4"]
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+        assert fetcher.is_here(clip(), verify=True)
+
+    def test_what_is_here_in_part_goes_on_behind_it(self, fetcher: Fetcher, store: Store, tmp_path: Path) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA[:1_000])
+        fetcher.fetch(clip())
+        (asked,) = store.requests
+        assert asked["range"] == "bytes=1000-"
+        assert asked["if-range"] == f'"{hashlib.sha256(DATA).hexdigest()}"'
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_an_answer_that_breaks_off_is_gone_on_with(self, fetcher: Fetcher, store: Store, tmp_path: Path) -> None:
+        store.plan = ["cut", "cut", "away", "whole"]
+        fetcher.fetch(clip())
+        starts = [int(one.get("range", "bytes=0-").removeprefix("bytes=").rstrip("-")) for one in store.requests]
+        assert starts == sorted(starts)
+        assert starts[-1] >= len(DATA) // 2
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_a_server_without_ranges_sends_it_all_again(self, fetcher: Fetcher, store: Store, tmp_path: Path) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA[:1_000])
+        store.plan = ["ignores ranges"]
+        fetcher.fetch(clip())
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_a_beginning_of_something_else_is_thrown_away(self, fetcher: Fetcher, store: Store, tmp_path: Path) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(b"x" * 1_000)
+        fetcher.fetch(clip())
+        assert len(store.requests) == 2
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_a_part_that_is_too_long_is_thrown_away(self, fetcher: Fetcher, tmp_path: Path) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA + b"x")
+        fetcher.fetch(clip())
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_bytes_that_are_not_the_clips_never_get_its_name(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        store.data = DATA[:-1] + b"x"
+        with pytest.raises(NotFetched, match="another SHA-256"):
+            fetcher.fetch(clip())
+        assert not (tmp_path / "shot.mp4").exists()
+
+    def test_a_clip_that_is_gone_says_why(self, fetcher: Fetcher, store: Store) -> None:
+        store.plan = ["gone"]
+        with pytest.raises(NotFetched, match="the clip was removed"):
+            fetcher.fetch(clip())
+        assert len(store.requests) == 1
+
+    def test_a_changed_file_is_seen_only_when_it_is_read_again(self, fetcher: Fetcher, tmp_path: Path) -> None:
+        (tmp_path / "shot.mp4").write_bytes(b"x" * len(DATA))
+        assert fetcher.is_here(clip(), verify=False)
+        assert not fetcher.is_here(clip(), verify=True)
+        (tmp_path / "shot.mp4").write_bytes(DATA[:-1])
+        assert not fetcher.is_here(clip(), verify=False)
+
+    def test_many_come_beside_each_other_and_one_that_fails_stops_none(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        clips = [clip(custom_id=f"shot-{number}") for number in range(20)]
+        broken = Clip("video_2", "broken", len(DATA), "0" * 64)
+        ended = dict(fetch_all(fetcher, [broken, *clips], parallel=4, tick=lambda: None))
+        assert {one for one, reason in ended.items() if reason is None} == set(clips)
+        assert "SHA-256" in (ended[broken] or "")
+        assert len(list(tmp_path.glob("*.mp4"))) == 20
+
+    def test_a_stop_keeps_what_came_and_leaves_nothing_running(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        class Interrupt(BaseException):
+            pass
+
+        def interrupt() -> None:
+            raise Interrupt
+
+        with pytest.raises(Interrupt):
+            for _ in fetch_all(fetcher, [clip()], parallel=2, tick=interrupt):
+                pass
+        assert not [one for one in threading.enumerate() if one.name.startswith("fetch")]
+
+
+def test_the_rest_is_asked_for_only_of_the_same_clip() -> None:
+    assert "Range" not in range_headers(clip(), 0)
+    assert range_headers(clip(), 5)["Range"] == "bytes=5-"
+
+
+def test_what_is_here_is_hashed_as_far_as_it_goes(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    assert resume(part, clip()).offset == 0
+    for size in (0, 1, 1_000, len(DATA)):
+        part.write_bytes(DATA[:size])
+        state = resume(part, clip())
+        assert (state.offset, state.digest.hexdigest()) == (size, hashlib.sha256(DATA[:size]).hexdigest())
