@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, Text, any_, literal, literal_column, select, text, union_all
+from sqlalchemy import Select, SelectBase, Text, any_, func, literal, literal_column, select, text, union, union_all
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.orm import aliased
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.ids import first_video_id
@@ -16,6 +17,11 @@ from rushes_core.states import JobState
 
 CLOCK_SLACK_SECONDS = 3_600
 """How far the clocks that ids are drawn by may be from the database's, which says when a job was created."""
+
+MAX_WALKED = 10_000
+"""Jobs that are looked at one after the other for a pair of metadata."""
+
+_METADATA = Job.request.op("->")(literal_column("'metadata'")).cast(JSONB)
 
 Statement = TypeVar("Statement", bound=Select[*tuple[Any, ...]])
 
@@ -36,11 +42,11 @@ class Filters:
 def page(*, project: str, filters: Filters, after: str | None, limit: int, descending: bool) -> Select[Job]:
     """One page of the jobs that a project sees, by id, and one more: it tells that there are more."""
     scan = _Scan(project, filters, after, limit + 1, descending)
-    if filters.states is None:
+    if filters.states is None and not filters.metadata:
         return scan.of(select(Job), None)
     # one ordered scan of an index for each state, merged: no scan of an index is in the order of the ids of several
-    each = [scan.of(select(Job.id), state).subquery(f"in_{state}") for state in filters.states]
-    ids = union_all(*(select(one.c.id) for one in each)).subquery("ids")
+    each = [scan.ids(state) for state in filters.states or (None,)]
+    ids = union_all(*each).subquery("ids")
     order = Job.id.desc() if descending else Job.id.asc()
     return select(Job).where(Job.id.in_(select(ids.c.id))).order_by(order).limit(limit + 1)
 
@@ -55,23 +61,56 @@ class _Scan:
     limit: int
     descending: bool
 
-    def of(self, statement: Statement, state: JobState | None) -> Statement:
-        """`statement` for the first jobs in this order.
+    def ids(self, state: JobState | None) -> SelectBase:
+        """The ids of the first jobs in this order.
 
-        It is the order of project and id, and the project is one of a list of one: an equation would be left out of
-        the order, and the order of ids alone is that of other indexes too, in which a project whose jobs are old would
-        be looked for among all that are newer.
+        Those with a pair of metadata are looked for among the first `MAX_WALKED` jobs; only where these are too few, by
+        the index of metadata, which has no order: of a pair that many jobs have it yields all.
         """
-        where = [
+        if not self.filters.metadata:
+            return _part(self.of(select(Job.id), state), f"in_{state}")
+        # what conditions are about
+        columns = (Job.project, Job.id, Job.model, Job.created_at, _METADATA.label("metadata"))
+        walked = self._sorted(select(*columns).where(*self._where(state))).limit(MAX_WALKED).cte(f"walked_{state}")
+        job = aliased(Job, walked)
+        conditions = [*_conditions(self.filters, job), walked.c.metadata.contains(dict(self.filters.metadata))]
+        near = self._sorted(select(job.id).where(*conditions), job).limit(self.limit)
+        near = near.cte(f"near_{state}")
+        is_page_short = select(func.count()).select_from(near).scalar_subquery() < self.limit
+        is_walk_cut = select(func.count()).select_from(walked).scalar_subquery() >= MAX_WALKED
+        matching = select(Job.project, Job.id).where(
+            *self._where(state), *_conditions(self.filters, Job), *self._pairs()
+        )
+        # an offset, even of nothing, keeps the order out of it: for that the planner would walk on through all jobs
+        far = aliased(
+            Job, matching.where(is_page_short, is_walk_cut).offset(literal_column("0")).subquery(f"far_{state}")
+        )
+        return union(select(near.c.id), _part(self._sorted(select(far.id), far).limit(self.limit), f"rest_{state}"))
+
+    def of(self, statement: Statement, state: JobState | None) -> Statement:
+        """`statement` for the first jobs that are listed."""
+        where = [*self._where(state), *_conditions(self.filters, Job)]
+        return self._sorted(statement.where(*where)).limit(self.limit)
+
+    def _pairs(self) -> list[ColumnElement[bool]]:
+        """As the index has it."""
+        return [text(HAS_METADATA), _METADATA.contains(dict(self.filters.metadata))]  # type: ignore[list-item]
+
+    def _sorted(self, statement: Statement, job: type[Job] = Job) -> Statement:
+        """By project and id. The project is one of a list of one: an equation would be left out of the order, and the
+        order of ids alone is that of other indexes too, in which a project whose jobs are old would be looked for among
+        all that are newer.
+        """
+        return statement.order_by(*(one.desc() if self.descending else one.asc() for one in (job.project, job.id)))
+
+    def _where(self, state: JobState | None) -> list[ColumnElement[bool]]:
+        """The project's jobs, whatever else is asked of them."""
+        return [
             Job.project == any_(literal([self.project], ARRAY(Text()))),
             Job.deleted_at.is_(None),
             *self._bounds(),
-            *_conditions(self.filters),
+            *([] if state is None else [in_states(state)]),
         ]
-        if state is not None:
-            where.append(in_states(state))
-        order = [one.desc() if self.descending else one.asc() for one in (Job.project, Job.id)]
-        return statement.where(*where).order_by(*order).limit(self.limit)
 
     def _bounds(self) -> list[ColumnElement[bool]]:
         since, until = self.filters.created_from, self.filters.created_until
@@ -86,16 +125,17 @@ class _Scan:
         return bounds
 
 
-def _conditions(filters: Filters) -> list[ColumnElement[bool]]:
+def _part(statement: Select[str], name: str) -> Select[str]:
+    """`statement`, with its own order and limit, as a part of a union."""
+    return select(statement.subquery(name).c.id)
+
+
+def _conditions(filters: Filters, job: type[Job]) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
     if filters.model is not None:
-        conditions.append(Job.model == filters.model)
+        conditions.append(job.model == filters.model)
     if filters.created_from is not None:
-        conditions.append(Job.created_at >= filters.created_from)
+        conditions.append(job.created_at >= filters.created_from)
     if filters.created_until is not None:
-        conditions.append(Job.created_at < filters.created_until)
-    if filters.metadata:
-        # written as the index has it
-        metadata = Job.request.op("->")(literal_column("'metadata'")).cast(JSONB)
-        conditions += [text(HAS_METADATA), metadata.contains(dict(filters.metadata))]  # type: ignore[list-item]
+        conditions.append(job.created_at < filters.created_until)
     return conditions

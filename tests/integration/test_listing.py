@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from rushes_core import listing
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import first_video_id
 from rushes_core.listing import Filters, page
@@ -93,12 +94,20 @@ class TestFilters:
         assert listed(filled, filters=window) == [9_990, 9_980, 9_970]
         assert listed(filled, filters=Filters(created_until=at(21)), descending=False) == [10, 20]
 
-    def test_metadata_has_all_the_pairs(self, filled: Connection) -> None:
+    @pytest.mark.parametrize("max_walked", [10_000, 50, 1])
+    def test_metadata_has_all_the_pairs(
+        self, filled: Connection, max_walked: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listing, "MAX_WALKED", max_walked)
         rare = Filters(metadata={"campaign": "rare"})
         assert listed(filled, filters=rare) == [30_000, 25_000, 20_000, 15_000, 10_000, 5_000]
         assert listed(filled, filters=Filters(metadata={"campaign": "rare", "take": "3"})) == [15_000]
         assert listed(filled, filters=Filters(metadata={"campaign": "rare", "take": "9"})) == []
         assert listed(filled, filters=Filters(metadata={"campaign": "common"}), limit=2) == [29_980, 29_940, 29_920]
+        old = {"after": video_id(11_000), "limit": 1, "descending": False}
+        assert listed(filled, filters=rare, **old) == [15_000, 20_000]
+        failed = Filters(states=(JobState.FAILED, JobState.RUNNING), metadata={"campaign": "rare"})
+        assert listed(filled, filters=failed) == [30_000, 15_000]
 
     def test_together(self, filled: Connection) -> None:
         filters = Filters(
@@ -120,6 +129,7 @@ WANTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "statuses": ({"filters": Filters(states=tuple(JobState)), "after": video_id(9_000)}, {"ix_jobs_project_state"}),
     "model": ({"filters": Filters(model="model-1")}, {"ix_jobs_project_id"}),
     "metadata": ({"filters": Filters(metadata={"campaign": "rare"})}, {"ix_jobs_metadata"}),
+    "metadata of many": ({"filters": Filters(metadata={"campaign": "common"})}, {"ix_jobs_project_id"}),
     # ids begin with a time, so few of all projects' are read
     "window": (
         {"filters": Filters(created_from=at(100), created_until=at(200))},
@@ -132,8 +142,9 @@ WANTED: dict[str, tuple[dict[str, Any], set[str]]] = {
 class TestPlan:
     @pytest.mark.parametrize(("options", "indexes"), WANTED.values(), ids=WANTED)
     def test_uses_an_index_and_reads_few_rows(
-        self, filled: Connection, options: dict[str, Any], indexes: set[str]
+        self, filled: Connection, options: dict[str, Any], indexes: set[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(listing, "MAX_WALKED", 100)
         values = {
             "project": "project-0",
             "filters": Filters(),
