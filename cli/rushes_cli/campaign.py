@@ -43,7 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "campaign",
         help="submit, watch and fetch thousands of clips",
-        description="Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_API_KEY.",
+        description="Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_KEY.",
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

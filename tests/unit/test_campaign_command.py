@@ -109,8 +109,9 @@ class TestFlags:
 class TestUsage:
     @pytest.fixture(autouse=True)
     def _key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RUSHES_API_KEY", "key")
-        monkeypatch.delenv("RUSHES_URL", raising=False)
+        for name in ("RUSHES_URL", "RUSHES_API_KEY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RUSHES_KEY", "key")
 
     def test_a_key_and_an_address_are_asked_for_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for address in ("nonsense", "ftp://host", "http://", "http://host:port", "http://host:99999"):
@@ -121,9 +122,13 @@ class TestUsage:
         client = from_environment()
         assert client.url == "https://render.example"
         client.close()
-        monkeypatch.setenv("RUSHES_API_KEY", " ")
-        with pytest.raises(UsageError, match="RUSHES_API_KEY is missing"):
-            from_environment()
+        for wrong, problem in ((" ", "RUSHES_KEY is missing"), ("schlüssel", "characters")):
+            monkeypatch.setenv("RUSHES_KEY", wrong)
+            with pytest.raises(UsageError, match=problem):
+                from_environment()
+        monkeypatch.setenv("RUSHES_KEY", "")
+        monkeypatch.setenv("RUSHES_API_KEY", "operators")
+        from_environment().close()
 
     def test_a_file_that_cannot_be_is_named_before_anything_is_sent(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

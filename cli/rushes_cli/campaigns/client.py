@@ -37,7 +37,7 @@ class Unreachable(RushesError):
 
 
 class Client:
-    """The API at `RUSHES_URL`, with the key `RUSHES_API_KEY`. Threads may share one."""
+    """The API at an address, with a key. Threads may share one."""
 
     def __init__(
         self, url: str, key: str, *, patience: float = PATIENCE_SECONDS, on_wait: Callable[[str], None] | None = None
@@ -143,7 +143,7 @@ class Client:
 
 
 def from_environment(*, patience: float = PATIENCE_SECONDS, on_wait: Callable[[str], None] | None = None) -> Client:
-    """A client for what `RUSHES_URL` and `RUSHES_API_KEY` name.
+    """A client for what `RUSHES_URL` and `RUSHES_KEY` name, or the operator's `RUSHES_API_KEY`.
 
     Raises:
         UsageError
@@ -156,11 +156,11 @@ def from_environment(*, patience: float = PATIENCE_SECONDS, on_wait: Callable[[s
         is_url = False
     if not is_url:
         raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
-    key = os.environ.get("RUSHES_API_KEY", "").strip()
-    if not key:
-        raise UsageError("RUSHES_API_KEY is missing: a key with the scope batches; `rushes up` prints one")
+    key = next(filter(None, (os.environ.get(name, "").strip() for name in ("RUSHES_KEY", "RUSHES_API_KEY"))), None)
+    if key is None:
+        raise UsageError("RUSHES_KEY is missing: a key with the scope batches; `rushes up` prints one")
     if not (key.isascii() and key.isprintable()):
-        raise UsageError("RUSHES_API_KEY has characters that no key has")
+        raise UsageError("RUSHES_KEY has characters that no key has")
     return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)
 
 
