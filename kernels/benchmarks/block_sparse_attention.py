@@ -73,7 +73,8 @@ def main() -> None:
         for _ in range(3)
     )
     packed = [x.transpose(0, 1).contiguous() for x in (q_rows, k_rows, v_rows)]
-    q, k, v = (x[:, tiles.rows_nB] for x in packed)
+    # as `pack_heads` leaves them: places past a tile's size are zeros
+    q, k, v = (x[:, tiles.rows_nB].masked_fill_(~tiles.valid_nB[..., None], 0) for x in packed)
     sizes = tiles.sizes_n.int()
     for kind in ("random", "local"):
         selected = random_lists(kind, V, k_tiles)

@@ -25,8 +25,10 @@ constexpr int TILE_BYTES = ROWS * DIM * 2, SLOT_BYTES = 2 * TILE_BYTES;
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
 constexpr int MERGE_THREADS = 256;
 constexpr int NUM_CLASSES = (1 << GROUP) - 1;
-// entries: shared list `tile | users << 16`; own list `step | (valid - 1) << 16 | TOUCH`
+// entries: shared list `tile | users << 16`; own list `step | step % STAGES << 8 | (valid - 1) << 16 | TOUCH`
 constexpr int TOUCH = 1 << 24;
+__device__ __forceinline__ int step_of(int entry) { return entry & 0xff; }
+__device__ __forceinline__ int slots_of(int entry) { return entry >> 8 & 0xff; }
 constexpr int TERMINATORS = 2;
 
 // How the merged lists lie in memory. List 0 serves all groups of prefix query tiles, list 1 + head * video_groups + i
@@ -116,9 +118,7 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, KEYS_LOW = 1u << 16, VALUES_LOW = 512u << 16;
 constexpr u32 PANEL = 512, KEYS_STEP = 2, VALUES_STEP = 128, VALUES_OFFSET = TILE_BYTES >> 4;
 __device__ __forceinline__ u64 descriptor(u32 low) {
-    u64 packed;
-    asm volatile("mov.b64 %0, {%1, %2};" : "=l"(packed) : "r"(low), "r"(DESCRIPTOR_HIGH));
-    return packed;
+    return (u64)DESCRIPTOR_HIGH << 32 | low;
 }
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -129,7 +129,15 @@ __device__ __forceinline__ u64 descriptor(u32 low) {
 #define P16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define P16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d = a b^T (+ d): 16 of the 128 channels of 32 or 64 keys
+// d = a b^T (+ d): 16 of the 128 channels of 16, 32 or 64 keys
+__device__ __forceinline__ void score(float (&d)[8], const u32 (&a)[4], u64 b, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+        "%12, p, 1, 1, 0; }"
+        : F4(d, 0), F4(d, 4)
+        : A4(a), "l"(b), "r"(add));
+}
 __device__ __forceinline__ void score(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
@@ -158,9 +166,7 @@ __device__ __forceinline__ void accumulate(float (&d)[64], const u32 (&a)[4], u6
 
 struct Ring {
     u32 slots, full, empty;
-    __device__ u32 slot(u32 place) const { return slots + place % STAGES * SLOT_BYTES; }
     __device__ u32 full_of(u32 place) const { return full + 8 * (place % BARRIERS); }
-    __device__ u32 empty_of(u32 place) const { return empty + 8 * (place % STAGES); }
 };
 
 // A warpgroup's walk along its own list. Entries are fetched two ahead, and slot and barriers of the next entry are
@@ -168,11 +174,11 @@ struct Ring {
 struct Walk {
     const Ring& ring;
     const int* list;
-    u32 place;
+    u32 place, slot;
     int entry, following;
     u32 low, full, empty, parity;
 
-    __device__ __forceinline__ Walk(const Ring& ring) : ring(ring), place(~0u) {}
+    __device__ __forceinline__ Walk(const Ring& ring) : ring(ring), place(~0u), slot(STAGES - 1) {}
     __device__ __forceinline__ void begin(const int* own) {
         list = own + TERMINATORS;
         entry = own[0];
@@ -185,20 +191,24 @@ struct Walk {
         locate();
     }
     __device__ __forceinline__ void locate() {
-        place += entry & 0xffff;
+        place += step_of(entry);
+        slot += slots_of(entry);
+        slot -= slot >= STAGES ? STAGES : 0;
         parity = place / BARRIERS & 1;
         full = ring.full_of(place);
-        empty = ring.empty_of(place);
+        empty = ring.empty + 8 * slot;
         // warp-uniform, so that descriptors stay in uniform registers
-        low = __shfl_sync(~0u, (ring.slot(place) & 0x3ffff) >> 4, 0);
+        low = __shfl_sync(~0u, ((ring.slots & 0x3ffff) + slot * SLOT_BYTES) >> 4, 0);
     }
 };
 
 // What a thread holds of its warpgroup's query tile: of rows lane / 4 and lane / 4 + 8 of the warp's 16, the output
-// columns 8 i + lane % 4 * 2 and the next, the reference of the softmax and this thread's part of its sum.
+// columns 8 i + lane % 4 * 2 and the next, the reference of the softmax, the score above which it has to move, as an
+// integer, and this thread's part of the sum.
 struct Rows {
     u32 q[DIM / 16][4];
     float out[64], reference[2], sum[2];
+    int limit[2];
 };
 
 // Finite, so that a difference of two of them is 0 and not NaN.
@@ -207,8 +217,17 @@ constexpr float LOWEST = -1e30f;
 constexpr float HIGHEST = 1e30f;
 // References move only when a row has outgrown its own by 2^10: the same reference divides out again, exactly.
 constexpr float MAX_GROWTH = 10.f;
+constexpr int ALWAYS = -2147483647 - 1;
 
-template <int KEYS>
+// Read as integers, floats from 0 on are in order and above all negative ones: three of them are compared by one
+// instruction. A negative limit cannot be told that way; such rows, which are rare, look closely at every tile.
+__device__ __forceinline__ int limit_of(float reference, float log2_scale) {
+    const float limit = reference + MAX_GROWTH / log2_scale;
+    return limit < 0 ? ALWAYS : __float_as_int(limit);
+}
+
+// RAGGED: fewer than KEYS keys may be valid.
+template <int KEYS, bool RAGGED>
 __device__ __forceinline__ void attend_tile(Rows& rows, Walk& walk, float log2_scale, int lane) {
     const u32 low = walk.low;
     const int valid = (walk.entry >> 16 & 63) + 1;
@@ -223,7 +242,7 @@ __device__ __forceinline__ void attend_tile(Rows& rows, Walk& walk, float log2_s
     wgmma_wait();
     pin(s);
 
-    if (valid < KEYS) {
+    if (RAGGED) {
         const int column = lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++) {
@@ -231,23 +250,25 @@ __device__ __forceinline__ void attend_tile(Rows& rows, Walk& walk, float log2_s
             if (8 * i + column + 1 >= valid) s[4 * i + 1] = s[4 * i + 3] = LOWEST;
         }
     }
-    float high[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
+    int top[2] = {ALWAYS, ALWAYS};
 #pragma unroll
-    for (int i = 1; i < KEYS / 8; i++) {
-        high[0] = fmaxf(high[0], fmaxf(s[4 * i], s[4 * i + 1]));
-        high[1] = fmaxf(high[1], fmaxf(s[4 * i + 2], s[4 * i + 3]));
-    }
+    for (int i = 0; i < KEYS / 2; i += 2)
+        top[i / 2 % 2] = __vimax3_s32(top[i / 2 % 2], __float_as_int(s[i]), __float_as_int(s[i + 1]));
     // the branch also keeps the compiler from sinking the exponentials below the next wait
-    float growth = fmaxf(high[0] - rows.reference[0], high[1] - rows.reference[1]) * log2_scale;
-    if (__any_sync(~0u, growth > MAX_GROWTH)) {
+    if (__any_sync(~0u, top[0] > rows.limit[0] || top[1] > rows.limit[1])) {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
-            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2));
-            const float reference = fmaxf(rows.reference[r], high[r]);
-            factor[r] = exp2_fast((rows.reference[r] - reference) * log2_scale);
-            rows.reference[r] = reference;
+            float high = rows.reference[r];
+#pragma unroll
+            for (int i = 2 * r; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+            // what happens to a row is up to itself alone
+            if (__float_as_int(high) <= rows.limit[r]) high = rows.reference[r];
+            factor[r] = exp2_fast((rows.reference[r] - high) * log2_scale);
+            rows.reference[r] = high;
+            rows.limit[r] = limit_of(high, log2_scale);
             rows.sum[r] *= factor[r];
         }
 #pragma unroll
@@ -340,6 +361,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
         rows.reference[0] = spare > 0 ? LOWEST : HIGHEST;
         rows.reference[1] = spare > 8 ? LOWEST : HIGHEST;
         rows.sum[0] = rows.sum[1] = 0;
+        rows.limit[0] = limit_of(rows.reference[0], log2_scale);
+        rows.limit[1] = limit_of(rows.reference[1], log2_scale);
 
         const int length = plan.lengths[list * (1 + GROUP) + 1 + user];
         walk.begin(plan.own_list(list, user));
@@ -347,15 +370,19 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
         for (int j = 0; j < length; j++) {
             const u32 empty = walk.empty;
             barrier_wait(walk.full, walk.parity);
-            if (walk.entry & TOUCH) {
-                barrier_arrive_if(empty, lane == 0);
+            // most tiles are whole and its own: one comparison
+            const int what = walk.entry >> 16;
+            if (what == ROWS - 1) {
+                attend_tile<64, false>(rows, walk, log2_scale, lane);
+            } else if (walk.entry & TOUCH) {
                 walk.advance();
-                continue;
+            } else if (what < 16) {
+                attend_tile<16, true>(rows, walk, log2_scale, lane);
+            } else if (what < 32) {
+                attend_tile<32, true>(rows, walk, log2_scale, lane);
+            } else {
+                attend_tile<64, true>(rows, walk, log2_scale, lane);
             }
-            if ((walk.entry >> 16 & 63) < 32)
-                attend_tile<32>(rows, walk, log2_scale, lane);
-            else
-                attend_tile<64>(rows, walk, log2_scale, lane);
             barrier_arrive_if(empty, lane == 0);
         }
 
@@ -529,7 +556,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
             const u32 all_seen = __ballot_sync(~0u, used || touched), seen_before = all_seen & earlier;
             if (used || touched) {
                 const int step = at - (seen_before ? base + 31 - __clz(seen_before) : last);
-                target[written + __popc(seen_before)] = step | (entry >> 24 & 63) << 16 | (touched ? TOUCH : 0);
+                target[written + __popc(seen_before)] =
+                    step | step % STAGES << 8 | (entry >> 24 & 63) << 16 | (touched ? TOUCH : 0);
                 if (touched) atomicOr(&merged[at], 1 << 16 + warp);
             }
             written += __popc(all_seen);

@@ -21,8 +21,8 @@ THREADS, WARPS = 256, 8
 WORD_BYTES = 16
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COLUMNS = (1024, 2048, 4096)
-HEADS = 4
-"""That a block of `pack_heads` takes: they share the angles of a row."""
+HEADS = 7
+"""That a block of `pack_heads` takes one after the other: they share the angles of a row."""
 
 _SOURCES = Path(__file__).parent
 
@@ -93,12 +93,11 @@ def pack_heads(
     means = [q_SHD.new_empty(H, n, D, dtype=torch.float32) for _ in sources]
     per_word = WORD_BYTES // q_SHD.element_size()
     row_stride, head_stride = (stride // per_word for stride in sources[0].stride()[:2])
-    _head_passes(q_SHD.dtype, D // per_word, norm.cos_SR.shape[-1] // per_word, q_SHD.device).launch(
+    _head_passes(q_SHD.dtype, D // per_word, norm.cos_SR.shape[-1] // per_word, B, q_SHD.device).launch(
         "pack_heads",
         [
             *(pointer(x) for x in (*sources, *packed, *means, *weights, norm.cos_SR, norm.sin_SR, rows_nB, sizes_n)),
             ctypes.c_int(H),
-            ctypes.c_int(B),
             ctypes.c_longlong(row_stride),
             ctypes.c_int(head_stride),
             ctypes.c_float(norm.eps),
@@ -213,8 +212,8 @@ def _passes(dtype: torch.dtype, device: torch.device) -> Module:
 
 
 @cache
-def _head_passes(dtype: torch.dtype, lanes: int, rotary: int, device: torch.device) -> Module:
-    macros = [f"TYPE={TYPES[dtype]}", f"LANES={lanes}", f"ROTARY={rotary}", f"HEADS={HEADS}"]
+def _head_passes(dtype: torch.dtype, lanes: int, rotary: int, places: int, device: torch.device) -> Module:
+    macros = [f"TYPE={TYPES[dtype]}", f"LANES={lanes}", f"ROTARY={rotary}", f"HEADS={HEADS}", f"PLACES={places}"]
     return Module(_SOURCES / "tile_passes.cu", device, macros=macros, prelude=_SOURCES / "words.cuh")
 
 

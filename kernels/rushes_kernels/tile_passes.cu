@@ -1,5 +1,5 @@
 // The passes around block-sparse attention, compiled by NVRTC for one element type: TYPE 0 bf16, 1 fp16, 2 fp32; and,
-// with LANES, ROTARY and HEADS, `pack_heads` for one shape of heads.
+// with LANES, ROTARY, HEADS and PLACES, `pack_heads` for one shape of heads and tiles.
 // Rows are read and written in words of 16 bytes; a block takes one tile of one head.
 
 constexpr int THREADS = 256;
@@ -38,97 +38,122 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 #ifdef LANES
-// What `pack` does, for q, k and v at once (blockIdx.z) and HEADS heads a block, whose rows have LANES words. Before that,
-// every row of q and k is divided by its root mean square, multiplied by the weight, and its first 2 * ROTARY words are
-// turned by the angles of its row: a word and the one ROTARY words behind it are the two coordinates. The means are those
-// of the rounded rows. Places past a tile's size become 0: they cost attention less power. cos, sin: (all rows, ROTARY * WORD) fp32. `places` is a multiple of 32.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// What `pack` does, for q, k and v at once (blockIdx.z) and HEADS heads a block, one after the other, whose rows have LANES
+// words. Before that, every row of q and k is divided by its root mean square, multiplied by the weight, and its first
+// 2 * ROTARY words are turned by the angles of its row: a word and the one ROTARY words behind it are the two coordinates.
+// The means are those of the rounded rows. Places past a tile's size become 0: they cost attention less power. cos, sin:
+// (all rows, ROTARY * WORD) fp32. PLACES is a multiple of 32.
+//
+// A thread takes two words of a row, both coordinates where they are turned, in the same rows of every head: the angles
+// stay in its registers, and the words of the next head are on their way meanwhile.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     pack_heads(const void* q, const void* k, const void* v, void* q_packed, void* k_packed, void* v_packed,
                float* q_means, float* k_means, float* v_means, const void* q_weight, const void* k_weight,
                const float* cos, const float* sin, const i64* __restrict__ rows, const i64* __restrict__ sizes,
-               int heads, int places, i64 row_stride, int head_stride, float eps) {
-    constexpr int CHANNELS = LANES * WORD, STEP = THREADS / LANES;
-    __shared__ float partial[THREADS / 32][HEADS * CHANNELS];
+               int heads, i64 row_stride, int head_stride, float eps) {
+    constexpr int CHANNELS = LANES * WORD, PAIRS = LANES / 2, STEP = THREADS / PAIRS, WARPS = THREADS / 32;
+    constexpr int ROUNDS = (PLACES + STEP - 1) / STEP;
+    __shared__ float partial[WARPS][HEADS * CHANNELS];
     const void* x = blockIdx.z == 0 ? q : blockIdx.z == 1 ? k : v;
     void* packed = blockIdx.z == 0 ? q_packed : blockIdx.z == 1 ? k_packed : v_packed;
     float* means = blockIdx.z == 0 ? q_means : blockIdx.z == 1 ? k_means : v_means;
     const bool plain = blockIdx.z == 2;
-    const int tile = blockIdx.x, first = blockIdx.y * HEADS, word = threadIdx.x % LANES;
-    const int half = word < ROTARY ? word : word < 2 * ROTARY ? word - ROTARY : -1;
-    const int partner = word < ROTARY ? word + ROTARY : half < 0 ? word : half;
-    const float sign = word < ROTARY ? -1.f : 1.f;
-    const int size = sizes[tile];
-    float scale[WORD] = {}, sum[HEADS][WORD] = {};
+    const int tile = blockIdx.x, first = blockIdx.y * HEADS, here = min(HEADS, heads - first);
+    const int lane = threadIdx.x % 32, pair = threadIdx.x % PAIRS, size = sizes[tile];
+    const bool turned = pair < ROTARY, upper = lane >= 16;
+    const int low = turned ? pair : ROTARY + pair, high = low + (turned ? ROTARY : PAIRS - ROTARY);
+
+    Word weight[2];
     if (!plain) {
-        Word weights;
-        weights.load(blockIdx.z == 0 ? q_weight : k_weight, word);
-        weights.get(scale);
+        weight[0].load(blockIdx.z == 0 ? q_weight : k_weight, low);
+        weight[1].load(blockIdx.z == 0 ? q_weight : k_weight, high);
     }
-    // whole warps go round together: the shuffles need all lanes
-    for (int place = threadIdx.x / LANES; place < places; place += STEP) {
-        const i64 row = rows[(i64)tile * places + place];
-        const i64 from = row * row_stride + word;
-        Word value[HEADS];
+    i64 from[ROUNDS];
+    float c[ROUNDS][WORD], s[ROUNDS][WORD];
+    Word next[ROUNDS][2];
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) value[h].load_once(x, from + min(first + h, heads - 1) * head_stride);
-        if (place >= size)
+    for (int r = 0; r < ROUNDS; r++) {
+        const i64 row = rows[(i64)tile * PLACES + min(r * STEP + (int)threadIdx.x / PAIRS, PLACES - 1)];
+        from[r] = row * row_stride + first * head_stride;
+        next[r][0].load_once(x, from[r] + low);
+        next[r][1].load_once(x, from[r] + high);
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) value[h] = {};
-        float c[WORD], s[WORD];
-#pragma unroll
-        for (int i = 0; i < WORD; i++) c[i] = 1.f, s[i] = 0.f;
-        if (!plain && half >= 0) {
+        for (int i = 0; i < WORD; i++) c[r][i] = 1.f, s[r][i] = 0.f;
+        if (!plain && turned) {
             Words<2, WORD> angle;
-            angle.load(cos, row * ROTARY + half);
-            angle.get(c);
-            angle.load(sin, row * ROTARY + half);
-            angle.get(s);
-#pragma unroll
-            for (int i = 0; i < WORD; i++) s[i] *= sign;
+            angle.load(cos, row * ROTARY + pair);
+            angle.get(c[r]);
+            angle.load(sin, row * ROTARY + pair);
+            angle.get(s[r]);
         }
+    }
+#pragma unroll 1
+    for (int h = 0; h < here; h++) {
+        Word value[ROUNDS][2];
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            float a[WORD];
-            value[h].get(a);
+        for (int r = 0; r < ROUNDS; r++) {
+            value[r][0] = next[r][0];
+            value[r][1] = next[r][1];
+        }
+        if (h + 1 < here)
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                next[r][0].load_once(x, from[r] + (h + 1) * head_stride + low);
+                next[r][1].load_once(x, from[r] + (h + 1) * head_stride + high);
+            }
+        float sum[2][WORD] = {};
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            const int place = r * STEP + threadIdx.x / PAIRS;
+            if (place >= size) value[r][0] = value[r][1] = {};
+            float a[WORD], b[WORD];
+            value[r][0].get(a);
+            value[r][1].get(b);
             if (!plain) {
-                float squares = 0.f;
+                float squares = 0.f, scale[WORD];
 #pragma unroll
-                for (int i = 0; i < WORD; i++) squares += a[i] * a[i];
+                for (int i = 0; i < WORD; i++) squares += a[i] * a[i] + b[i] * b[i];
+                const float inverse = rsqrtf(lane_sum(squares, PAIRS) / CHANNELS + eps);
+                weight[0].get(scale);
 #pragma unroll
-                for (int apart = LANES / 2; apart; apart /= 2)
-                    squares += __shfl_xor_sync(0xffffffffu, squares, apart);
-                const float inverse = rsqrtf(squares / CHANNELS + eps);
+                for (int i = 0; i < WORD; i++) a[i] *= inverse * scale[i];
+                weight[1].get(scale);
 #pragma unroll
                 for (int i = 0; i < WORD; i++) {
-                    a[i] *= inverse * scale[i];
-                    a[i] = a[i] * c[i] + s[i] * __shfl_sync(0xffffffffu, a[i], partner, LANES);
+                    const float x1 = a[i], x2 = b[i] * (inverse * scale[i]);
+                    a[i] = x1 * c[r][i] - x2 * s[r][i];
+                    b[i] = x2 * c[r][i] + x1 * s[r][i];
                 }
-                value[h].set(a);
-                value[h].get(a);
+                value[r][0].set(a);
+                value[r][0].get(a);
+                value[r][1].set(b);
+                value[r][1].get(b);
             }
-            if (first + h < heads)
-                value[h].store(packed, (((i64)(first + h) * gridDim.x + tile) * places + place) * LANES + word);
+            if (ROUNDS * STEP == PLACES || place < PLACES) {
+                const i64 to = (((i64)(first + h) * gridDim.x + tile) * PLACES + place) * LANES;
+                value[r][0].store_once(packed, to + low);
+                value[r][1].store_once(packed, to + high);
 #pragma unroll
-            for (int i = 0; i < WORD; i++) sum[h][i] += a[i];
+                for (int i = 0; i < WORD; i++) sum[0][i] += a[i], sum[1][i] += b[i];
+            }
         }
-    }
-    // the rows of a warp are added up first, then those of the block
-#pragma unroll
-    for (int h = 0; h < HEADS; h++)
+        // one half of a warp adds up the low words of its rows, the other half the high ones
 #pragma unroll
         for (int i = 0; i < WORD; i++) {
+            const float others = __shfl_xor_sync(0xffffffffu, upper ? sum[0][i] : sum[1][i], 16);
+            float total = (upper ? sum[1][i] : sum[0][i]) + others;
 #pragma unroll
-            for (int apart = LANES; apart < 32; apart *= 2)
-                sum[h][i] += __shfl_xor_sync(0xffffffffu, sum[h][i], apart);
-            if (threadIdx.x % 32 < LANES) partial[threadIdx.x / 32][(h * LANES + word) * WORD + i] = sum[h][i];
+            for (int apart = PAIRS; apart < 16; apart *= 2) total += __shfl_xor_sync(0xffffffffu, total, apart);
+            if (lane % 16 < PAIRS)
+                partial[threadIdx.x / 32][(h * LANES + (upper ? high : low)) * WORD + i] = total;
         }
+    }
     __syncthreads();
-    for (int at = threadIdx.x; at < HEADS * CHANNELS; at += THREADS) {
-        const int head = first + at / CHANNELS;
+    for (int at = threadIdx.x; at < here * CHANNELS; at += THREADS) {
         float total = 0;
 #pragma unroll
-        for (int i = 0; i < THREADS / 32; i++) total += partial[i][at];
-        if (head < heads) means[((i64)head * gridDim.x + tile) * CHANNELS + at % CHANNELS] = total / size;
+        for (int i = 0; i < WARPS; i++) total += partial[i][at];
+        means[((i64)(first + at / CHANNELS) * gridDim.x + tile) * CHANNELS + at % CHANNELS] = total / size;
     }
 }
 #endif

@@ -71,6 +71,18 @@ struct Words {
         }
     }
 
+    // for what should not displace what is read again
+    __device__ __forceinline__ void store_once(void* base, i64 index) const {
+        u32* at = (u32*)base + index * PARTS;
+        if constexpr (PARTS == 2) {
+            __stcs((uint2*)at, make_uint2(part[0], part[1]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < PARTS; i += 4)
+                __stcs((uint4*)(at + i), make_uint4(part[i], part[i + 1], part[i + 2], part[i + 3]));
+        }
+    }
+
     __device__ __forceinline__ void get(float (&x)[N]) const {
         if constexpr (T == 2) {
 #pragma unroll
