@@ -4,7 +4,8 @@ Shapes: f frames of one call, F frames of the clip, H height, W width, N samples
 
 The same input gives the same bytes on one machine: codecs and muxer run bit-exact with a fixed number of threads, and
 compressed packets wait in memory until the last one exists, so the order in which picture and sound arrive cannot show.
-The file therefore appears in one go, under a temporary name, and gets its own name only after validation.
+The file therefore appears in one go, under a temporary name, and gets its own name only after validation. For that the
+picture is decoded again while it is encoded, a few frames behind: little of it is left to do after the last frame.
 """
 
 import os
@@ -31,6 +32,7 @@ from av.video.reformatter import (
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
 from rushes_worker.media.errors import MediaError
+from rushes_worker.media.picture import Picture, PictureBehind
 from rushes_worker.media.validate import ClipFacts, validate_clip
 
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow")
@@ -57,8 +59,9 @@ class EncoderSettings:
     """Constant rate factor; lower is better and larger. 0 would be lossless, which is not High profile."""
     audio_bitrate: int = 144_000
     """Bits per second of the AAC track."""
-    threads: int = 4
-    """Fixed, never the number of cores: the encoder's output depends on it."""
+    threads: int = 8
+    """Fixed, never the number of cores: the encoder's output depends on it. With 16 cores the last 22 frames of a clip
+    take 0.19 s with four and 0.11 s with eight; with two cores it makes no difference."""
     keyframe_interval: int = 48
     """Frames between keyframes at most: how far a seek has to decode."""
     refuse_flaws: bool = False
@@ -134,6 +137,7 @@ class ClipEncoder:
         self._audio_in = False
         self._settings = settings or EncoderSettings()
         self._packets: list[av.Packet] = []
+        self._picture: PictureBehind | None = None
         self._reformatter = VideoReformatter()
         self._open = True
         self._container = av.open(str(partial_path(path)), "w", format="mp4", options=_MUXER)
@@ -164,7 +168,7 @@ class ClipEncoder:
         self._check_frames(frames)
         try:
             for frame in frames:
-                self._packets += self._video.encode(self._yuv(frame, self._frames_in))
+                self._keep(self._video.encode(self._yuv(frame, self._frames_in)))
                 self._frames_in += 1
         except FFmpegError as exc:
             raise MediaError(f"the video encoder failed at frame {self._frames_in}: {exc}") from exc
@@ -219,7 +223,9 @@ class ClipEncoder:
         partial = partial_path(self.path)
         height, width, _ = self._shape
         try:
-            self._packets += self._video.encode(None)
+            self._keep(self._video.encode(None))
+            assert self._picture is not None
+            decoded = self._picture.finish()
             self._write()
             self.facts = validate_clip(
                 partial,
@@ -227,6 +233,7 @@ class ClipEncoder:
                 height=height,
                 num_frames=self._num_frames,
                 refuse_flaws=self._settings.refuse_flaws,
+                decoded=decoded,
             )
             _sync(partial)
             partial.replace(self.path)
@@ -243,6 +250,8 @@ class ClipEncoder:
         if not self._open:
             return
         self._open = False
+        if self._picture is not None:
+            self._picture.close()
         self._packets.clear()
         # a file that cannot be completed is deleted anyway
         with suppress(FFmpegError, OSError):
@@ -300,6 +309,19 @@ class ClipEncoder:
         yuv.pts = index
         yuv.time_base = Fraction(1, FPS)
         return yuv
+
+    def _keep(self, packets: list[av.Packet]) -> None:
+        """Packets of the picture: they wait to be written, and are decoded meanwhile."""
+        self._packets += packets
+        for packet in packets:
+            if self._picture is None:
+                # the encoder knows its parameter sets once it runs
+                height, width, _ = self._shape
+                extradata = self._video.codec_context.extradata or b""
+                self._picture = PictureBehind(
+                    Picture(extradata, width=width, height=height, time_base=Fraction(1, FPS))
+                )
+            self._picture.add(packet)
 
     def _write(self) -> None:
         """Mux every packet in order of decoding time."""

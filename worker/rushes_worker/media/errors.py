@@ -31,3 +31,20 @@ class InvalidClip(MediaError, InvalidOutput):
     """A file that is not the clip it should be; the message names what differs, and both values."""
 
     code = "invalid_output"
+
+
+def require(condition: bool, message: str) -> None:
+    """
+    Raises:
+        InvalidClip: `condition` does not hold.
+    """
+    if not condition:
+        raise InvalidClip(message)
+
+
+def require_equal(what: str, value: object, expected: object) -> None:
+    """
+    Raises:
+        InvalidClip: `value` is not `expected`.
+    """
+    require(value == expected, f"the {what} must be {expected}, got {value}")

@@ -1,7 +1,8 @@
 """Is this file the clip it should be? A strict check of container, streams, every frame and the sound.
 
 Box order and sizes are read from the bytes themselves, tags from the H.264 stream rather than from the container, and
-both tracks are decoded to the end.
+both tracks are decoded to the end. An encoder may have had its picture decoded before there was a file: then the file
+must hold exactly the units that were decoded.
 """
 
 import hashlib
@@ -17,26 +18,17 @@ from typing import BinaryIO, NamedTuple
 
 import av
 import numpy as np
-from av.codec.context import ThreadType
 from av.container import InputContainer
 from av.error import FFmpegError
-from av.video.plane import VideoPlane
-from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
-from rushes_worker.media.errors import InvalidClip
+from rushes_worker.media.errors import InvalidClip, require, require_equal
+from rushes_worker.media.picture import Picture, packet_digest, parameter_sets
 
 AAC_FRAME_SAMPLES = 1024
 
 SILENCE_RMS = 2.0**-17
 """Half a step of 16-bit sound: below it every sample is played as zero."""
-
-_ROW_STEP = 4
-_BLOCK_ROWS, _BLOCK_COLUMNS = 4, 16
-"""Of the rows that are looked at."""
-_MOVED_LEVELS = 4.0
-"""How much the mean of a block must differ from the first frame's to have moved: encoding the same picture anew changes
-it by about one."""
 
 MAX_LEVEL = 40
 """H.264 level 4.0, which every player of the last decade decodes; only a larger frame may need more."""
@@ -118,11 +110,20 @@ class Box(NamedTuple):
     size: int
 
 
-def validate_clip(path: Path, *, width: int, height: int, num_frames: int, refuse_flaws: bool = False) -> ClipFacts:
+def validate_clip(
+    path: Path,
+    *,
+    width: int,
+    height: int,
+    num_frames: int,
+    refuse_flaws: bool = False,
+    decoded: Picture | None = None,
+) -> ClipFacts:
     """Check that `path` is a finished clip of that size and length, and say what it is.
 
     Args:
         refuse_flaws: a clip with flaws is no clip.
+        decoded: the whole picture that the file must hold, if it has been decoded already.
 
     Raises:
         InvalidClip: the file is missing, cut short, or differs from what a clip must be; names what, and both values.
@@ -137,9 +138,11 @@ def validate_clip(path: Path, *, width: int, height: int, num_frames: int, refus
             video, audio = _streams(container)
             level = _check_video_stream(video, width, height, num_frames)
             _check_audio_stream(audio, num_frames)
-            picture, sound = _decode(container, video, audio, width, height, num_frames)
+            picture, sound = _read(container, video, audio, width, height, decoded)
+            require_equal("number of frames", picture.num_frames, num_frames)
+            _check_sound_length("decoding gives", sound.num_samples, num_frames)
             flaws = _flaws(picture, sound)
-            _require(not (refuse_flaws and flaws), " ".join(flaw.message for flaw in flaws))
+            require(not (refuse_flaws and flaws), " ".join(flaw.message for flaw in flaws))
             return ClipFacts(
                 width=width,
                 height=height,
@@ -171,24 +174,24 @@ def top_level_boxes(file: BinaryIO) -> Iterator[Box]:
         InvalidClip: the file is empty, or a box is cut short or has an impossible size.
     """
     end = file.seek(0, os.SEEK_END)
-    _require(end > 0, "the file is empty")
+    require(end > 0, "the file is empty")
     offset = 0
     while offset < end:
         file.seek(offset)
         header = file.read(16)
-        _require(len(header) >= 8, f"a box header at byte {offset} is cut short")
+        require(len(header) >= 8, f"a box header at byte {offset} is cut short")
         size, kind = struct.unpack(">I4s", header[:8])
         name = kind.decode("latin-1")
-        _require(name.isascii() and name.isprintable(), f"byte {offset} does not start a box")
+        require(name.isascii() and name.isprintable(), f"byte {offset} does not start a box")
         smallest = 8
         if size == 1:
-            _require(len(header) == 16, f"the box {name} at byte {offset} is cut short")
+            require(len(header) == 16, f"the box {name} at byte {offset} is cut short")
             (size,) = struct.unpack(">Q", header[8:])
             smallest = 16
         elif size == 0:
             size = end - offset
-        _require(size >= smallest, f"the box {name} at byte {offset} has the impossible size {size}")
-        _require(
+        require(size >= smallest, f"the box {name} at byte {offset} has the impossible size {size}")
+        require(
             offset + size <= end,
             f"the box {name} at byte {offset} is cut short: {size} bytes announced, {end - offset} present",
         )
@@ -198,16 +201,16 @@ def top_level_boxes(file: BinaryIO) -> Iterator[Box]:
 
 def _check_boxes(boxes: list[Box]) -> None:
     kinds = [box.kind for box in boxes]
-    _require(kinds[0] == "ftyp", f"the first box must be ftyp, got {kinds[0]}")
+    require(kinds[0] == "ftyp", f"the first box must be ftyp, got {kinds[0]}")
     for kind in ("moov", "mdat"):
-        _require(kinds.count(kind) == 1, f"the file must have one {kind} box, got {kinds.count(kind)}")
-    _require(kinds.index("moov") < kinds.index("mdat"), f"moov must come before mdat, got {' '.join(kinds)}")
+        require(kinds.count(kind) == 1, f"the file must have one {kind} box, got {kinds.count(kind)}")
+    require(kinds.index("moov") < kinds.index("mdat"), f"moov must come before mdat, got {' '.join(kinds)}")
 
 
 def _streams(container: InputContainer) -> tuple[av.VideoStream, av.AudioStream]:
     videos, audios = container.streams.video, container.streams.audio
     counts = f"{len(videos)} video and {len(audios)} audio of {len(container.streams)} streams"
-    _require(
+    require(
         (len(videos), len(audios), len(container.streams)) == (1, 1, 2),
         f"the file must have one video and one audio stream, got {counts}",
     )
@@ -217,74 +220,81 @@ def _streams(container: InputContainer) -> tuple[av.VideoStream, av.AudioStream]
 def _check_video_stream(video: av.VideoStream, width: int, height: int, num_frames: int) -> int:
     """The stream's level, times ten."""
     context = video.codec_context
-    _require_equal("video codec", context.name, "h264")
-    _require_equal("video codec tag", context.codec_tag, "avc1")
-    _require_equal("frame size", f"{context.width}x{context.height}", f"{width}x{height}")
-    _require_equal("pixel format", context.pix_fmt, "yuv420p")
-    _require(context.profile in ("High", "Main"), f"the profile must be High or Main, got {context.profile}")
-    _require(context.sample_aspect_ratio in (None, 0, 1), f"pixels must be square, got {context.sample_aspect_ratio}")
-    _require_equal("frame rate", video.average_rate, Fraction(FPS))
-    _require_equal("picture length in seconds", _duration(video), Fraction(num_frames, FPS))
+    require_equal("video codec", context.name, "h264")
+    require_equal("video codec tag", context.codec_tag, "avc1")
+    require_equal("frame size", f"{context.width}x{context.height}", f"{width}x{height}")
+    require_equal("pixel format", context.pix_fmt, "yuv420p")
+    require(context.profile in ("High", "Main"), f"the profile must be High or Main, got {context.profile}")
+    require(context.sample_aspect_ratio in (None, 0, 1), f"pixels must be square, got {context.sample_aspect_ratio}")
+    require_equal("frame rate", video.average_rate, Fraction(FPS))
+    require_equal("picture length in seconds", _duration(video), Fraction(num_frames, FPS))
     return _checked_level(context.extradata or b"", width, height)
 
 
 def _checked_level(avcc: bytes, width: int, height: int) -> int:
-    _require(len(avcc) > 4 and avcc[0] == 1, "the video stream has no avcC record")
+    require(len(avcc) > 4 and avcc[0] == 1, "the video stream has no avcC record")
     level = avcc[3]
-    _require(level in _LEVELS, f"the H.264 level {level / 10:g} is unknown")
+    require(level in _LEVELS, f"the H.264 level {level / 10:g} is unknown")
     macroblocks = -(-width // 16) * -(-height // 16)
     fitting = [idc for idc, (rate, size) in _LEVELS.items() if macroblocks <= size and macroblocks * FPS <= rate]
-    _require(level in fitting, f"level {level / 10:g} does not fit {width}x{height} at {FPS} frames a second")
+    require(level in fitting, f"level {level / 10:g} does not fit {width}x{height} at {FPS} frames a second")
     highest = max(MAX_LEVEL, fitting[0])
-    _require(level <= highest, f"the level must be at most {highest / 10:g}, got {level / 10:g}")
+    require(level <= highest, f"the level must be at most {highest / 10:g}, got {level / 10:g}")
     return level
 
 
 def _check_audio_stream(audio: av.AudioStream, num_frames: int) -> None:
     context = audio.codec_context
-    _require_equal("audio codec", context.name, "aac")
-    _require_equal("AAC profile", context.profile, "LC")
-    _require_equal("sample rate", context.sample_rate, AUDIO_SAMPLE_RATE)
-    _require_equal("channel layout", context.layout.name, "stereo")
+    require_equal("audio codec", context.name, "aac")
+    require_equal("AAC profile", context.profile, "LC")
+    require_equal("sample rate", context.sample_rate, AUDIO_SAMPLE_RATE)
+    require_equal("channel layout", context.layout.name, "stereo")
     _check_sound_length("the track says", round(_duration(audio) * AUDIO_SAMPLE_RATE), num_frames)
 
 
 def _check_sound_length(what: str, num_samples: int, num_frames: int) -> None:
     expected = round(num_frames * AUDIO_SAMPLE_RATE / FPS)
-    _require(
+    require(
         abs(num_samples - expected) <= AAC_FRAME_SAMPLES,
         f"the sound must last {expected} samples within {AAC_FRAME_SAMPLES}, but {what} {num_samples}",
     )
 
 
-def _decode(
+def _read(
     container: InputContainer,
     video: av.VideoStream,
     audio: av.AudioStream,
     width: int,
     height: int,
-    num_frames: int,
-) -> tuple["_Picture", "_Sound"]:
-    """Decode both tracks to the end."""
-    # a decoder of its own takes the colour tags from the H.264 stream alone, not from the container
-    decoder = av.CodecContext.create("h264", "r")
-    decoder.extradata = video.codec_context.extradata
-    decoder.thread_type = ThreadType.FRAME
-    decoder.thread_count = min(8, os.cpu_count() or 1)
-    decoder.options = {"err_detect": "explode"}
-    picture, sound = _Picture(_time_base(video), width, height), _Sound()
+    decoded: Picture | None,
+) -> tuple[Picture, "_Sound"]:
+    """Decode both tracks to the end, or find in the file what was decoded of the picture."""
+    extradata, time_base = video.codec_context.extradata or b"", _time_base(video)
+    picture = decoded or Picture(extradata, width=width, height=height, time_base=time_base)
+    sound, found = _Sound(), 0
     for packet in container.demux(video, audio):
         if packet.stream is audio:
             sound.add(audio.codec_context.decode(packet))
+        elif packet.size and decoded is None:
+            picture.add(packet)
         elif packet.size:
-            picture.add(decoder.decode(packet))
-    picture.add(decoder.decode(None))
-    _require_equal("number of frames", picture.num_frames, num_frames)
-    _check_sound_length("decoding gives", sound.num_samples, num_frames)
+            require(found < len(picture.digests), f"the file must have {len(picture.digests)} packets, it has more")
+            same = packet_digest(packet, start_codes=False) == picture.digests[found]
+            require(same, f"packet {found} of the picture is not the one that was decoded")
+            require(
+                packet.pts is not None and packet.pts * time_base == Fraction(found, FPS),
+                f"packet {found} of the picture must be shown at {found}/{FPS} s, got {packet.pts} x {time_base} s",
+            )
+            found += 1
+    if decoded is None:
+        picture.finish()
+    else:
+        require_equal("number of packets of the picture", found, len(picture.digests))
+        require_equal("parameter sets of the picture", parameter_sets(extradata), picture.parameter_sets)
     return picture, sound
 
 
-def _flaws(picture: "_Picture", sound: "_Sound") -> tuple[Flaw, ...]:
+def _flaws(picture: Picture, sound: "_Sound") -> tuple[Flaw, ...]:
     flaws: list[Flaw] = []
     if picture.variance() == 0:
         flaws.append(Flaw.BLANK_PICTURE)
@@ -293,61 +303,6 @@ def _flaws(picture: "_Picture", sound: "_Sound") -> tuple[Flaw, ...]:
     if sound.rms() <= SILENCE_RMS:
         flaws.append(Flaw.SILENT_SOUND)
     return tuple(flaws)
-
-
-class _Picture:
-    """Checks decoded frames as they come and adds up their samples."""
-
-    def __init__(self, time_base: Fraction, width: int, height: int) -> None:
-        self.num_frames = 0
-        self.moves = False
-        """Whether any part of any frame differs from the first."""
-        self._first_blocks: np.ndarray | None = None
-        self._time_base = time_base
-        self._size = f"{width}x{height}"
-        self._sums = [[0, 0, 0] for _ in range(3)]
-
-    def add(self, frames: list[av.VideoFrame]) -> None:
-        for frame in frames:
-            self._check(frame)
-            for plane, sums in zip(frame.planes, self._sums, strict=True):
-                rows = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
-                # whole numbers far below 2**53, so float64 adds them up exactly
-                values = rows[::_ROW_STEP, : plane.width].astype(np.float64).ravel()
-                sums[0] += values.size
-                sums[1] += int(values.sum())
-                # no BLAS: its threads and the decoder's would wait for each other
-                sums[2] += int(np.einsum("i,i->", values, values))
-            if not self.moves:
-                self._look_for_motion(frame.planes[0])
-            self.num_frames += 1
-
-    def variance(self) -> float:
-        """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant."""
-        return sum((count * squares - total * total) / count**2 for count, total, squares in self._sums if count)
-
-    def _look_for_motion(self, luma: VideoPlane) -> None:
-        rows = np.frombuffer(memoryview(luma), np.uint8).reshape(luma.height, luma.line_size)[::_ROW_STEP]
-        height, width = rows.shape[0] // _BLOCK_ROWS, luma.width // _BLOCK_COLUMNS
-        whole = rows[: height * _BLOCK_ROWS, : width * _BLOCK_COLUMNS]
-        blocks = whole.reshape(height, _BLOCK_ROWS, width, _BLOCK_COLUMNS).mean((1, 3))
-        if self._first_blocks is None:
-            self._first_blocks = blocks
-        self.moves = bool((np.abs(blocks - self._first_blocks) > _MOVED_LEVELS).any())
-
-    def _check(self, frame: av.VideoFrame) -> None:
-        where = f"frame {self.num_frames}"
-        _require(not frame.is_corrupt, f"{where} is corrupt")
-        _require(
-            frame.pts is not None and frame.pts * self._time_base == Fraction(self.num_frames, FPS),
-            f"{where} must be shown at {self.num_frames}/{FPS} s, got {frame.pts} x {self._time_base} s",
-        )
-        _require_equal(f"size of {where}", f"{frame.width}x{frame.height}", self._size)
-        _require_equal(f"pixel format of {where}", frame.format.name, "yuv420p")
-        tags = (frame.color_range, frame.colorspace, frame.color_primaries, frame.color_trc)
-        wanted = (ColorRange.MPEG, Colorspace.ITU709, ColorPrimaries.BT709, ColorTrc.BT709)
-        for name, tag, want in zip(("range", "matrix", "primaries", "transfer"), tags, wanted, strict=True):
-            _require(tag == want, f"the colour {name} of {where} must be tagged {int(want)} (BT.709, tv), got {tag}")
 
 
 class _Sound:
@@ -360,7 +315,7 @@ class _Sound:
     def add(self, frames: list[av.AudioFrame]) -> None:
         for frame in frames:
             if self.num_samples == 0:
-                _require(frame.pts == 0, f"the first sound must be heard at 0, got {frame.pts} x {frame.time_base} s")
+                require(frame.pts == 0, f"the first sound must be heard at 0, got {frame.pts} x {frame.time_base} s")
             samples = frame.to_ndarray().astype(np.float64).ravel()
             self.num_samples += frame.samples
             self._power += float(np.einsum("i,i->", samples, samples))
@@ -368,7 +323,7 @@ class _Sound:
     def rms(self) -> float:
         """Root mean square over both channels; 0 without any sound."""
         rms = sqrt(self._power / (2 * self.num_samples)) if self.num_samples else 0.0
-        _require(isfinite(rms), "the sound holds samples that are not finite")
+        require(isfinite(rms), "the sound holds samples that are not finite")
         return rms
 
 
@@ -380,12 +335,3 @@ def _duration(stream: av.VideoStream | av.AudioStream) -> Fraction:
 def _time_base(stream: av.VideoStream | av.AudioStream) -> Fraction:
     assert stream.time_base is not None
     return stream.time_base
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidClip(message)
-
-
-def _require_equal(what: str, value: object, expected: object) -> None:
-    _require(value == expected, f"the {what} must be {expected}, got {value}")
