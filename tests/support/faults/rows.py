@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.faults.cluster import FINAL, LEASE_SECONDS, Cluster, Worker
+from support.faults.cluster import FINAL, LEASE_SECONDS, Cluster
+from support.faults.processes import Worker
 from support.processes import is_alive
 
 Scenario = Callable[[Cluster], None]
