@@ -57,7 +57,7 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
 def _demonstrate(rushes: LocalRushes, arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     rushes.start(say)
-    say(f"starting the API, a dispatcher, a sender of webhooks and a worker of layout {arguments.layout} ...")
+    say(f"starting the API, a dispatcher, a sender, a loader and a worker of layout {arguments.layout} ...")
     rushes.wait_until_ready(say, timeout_seconds=READY_TIMEOUT_SECONDS)
     headers = {"Authorization": f"Bearer {rushes.api_key}"}
     with httpx.Client(

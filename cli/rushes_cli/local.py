@@ -1,4 +1,6 @@
-"""All of Rushes on one machine: the embedded stack, an API, a dispatcher, a worker and a sender of webhooks."""
+"""All of Rushes on one machine: the embedded stack, an API, a dispatcher, a worker, a sender of webhooks and a loader
+of campaigns.
+"""
 
 import os
 import sys
@@ -98,6 +100,7 @@ class LocalRushes:
             self._start("api", "--host", HOST, "--port", str(self._parts.port))
             self._start("dispatcher")
             self._start("deliver")
+            self._start("loader")
             self._start("worker", "--layout", self._parts.layout, "--device", self._parts.device)
         except BaseException:
             self.stack.stop()

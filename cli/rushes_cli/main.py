@@ -146,6 +146,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     commands.add_parser("deliver", help="deliver webhooks").set_defaults(run=_deliver)
 
+    commands.add_parser("loader", help="load, close and finish campaigns").set_defaults(run=_loader)
+
     sweep = commands.add_parser("sweep", help="sweep once, or look for objects that no job points at")
     sweep.add_argument("--orphans", action="store_true", help="list orphans in the store instead")
     sweep.add_argument("--delete", action="store_true", help="with --orphans: remove them")
@@ -227,6 +229,16 @@ def _deliver(arguments: argparse.Namespace) -> int:
         return process.run(settings)
     except WebhooksNotConfigured as error:
         raise UsageError(f"settings: {error}") from None
+
+
+def _loader(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+
+    from rushes_core.log import configure_logging
+    from rushes_worker.campaigns import process
+
+    configure_logging(settings.log_level, json=settings.log_json)
+    return process.run(settings)
 
 
 def _migrate(arguments: argparse.Namespace) -> int:

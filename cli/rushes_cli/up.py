@@ -72,7 +72,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     parts.check()
     with LocalRushes(arguments.state, parts) as rushes:
         rushes.start(say)
-        say(f"starting the API, a dispatcher, a sender of webhooks and a worker of layout {parts.layout} ...")
+        say(f"starting the API, a dispatcher, a sender, a loader and a worker of layout {parts.layout} ...")
         rushes.wait_until_ready(say, timeout_seconds=READY_TIMEOUT_SECONDS)
         say(_instructions(rushes))
         try:

@@ -13,11 +13,12 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rushes_core import backlog, holds, measured
+from rushes_core.campaigns import closing, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
-from rushes_core.queue import MAX_HINTS, WEBHOOK_QUEUE, HintQueue
+from rushes_core.queue import CAMPAIGN_QUEUE, MAX_HINTS, WEBHOOK_QUEUE, HintQueue
 from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
 from rushes_core.webhooks import deliveries
@@ -41,9 +42,10 @@ class Dispatcher:
     """Opens held jobs and keeps hints in Redis; `run` repeats both."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine: Engine = create_sync_engine(settings, pool_size=3)
+        self._engine: Engine = create_sync_engine(settings, pool_size=4)
         self._hints = HintQueue(settings)
         self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
+        self._campaign_hints = HintQueue(settings, queue=CAMPAIGN_QUEUE)
         self._pool = settings.pool
 
     def hint(self) -> int:
@@ -57,6 +59,15 @@ class Dispatcher:
         with Session(self._engine) as session:
             is_due = session.execute(deliveries.is_any_due()).scalar_one()
         return self._webhook_hints.top_up(1) if is_due else 0
+
+    def hint_campaigns(self) -> int:
+        """Wake a process that loads and ends campaigns while there is one to work on; returns how many were sent."""
+        with Session(self._engine) as session:
+            has_work = (
+                session.execute(loading.is_any_to_load()).scalar_one()
+                or session.execute(closing.is_any_to_end()).scalar_one()
+            )
+        return self._campaign_hints.top_up(1) if has_work else 0
 
     def open_holds(self) -> None:
         """Let held jobs of keys with room become claimable, and hold those that are too many after a limit changed."""
@@ -78,6 +89,7 @@ class Dispatcher:
     def close(self) -> None:
         self._hints.close()
         self._webhook_hints.close()
+        self._campaign_hints.close()
         self._engine.dispose()
 
 
@@ -95,6 +107,7 @@ def run(settings: Settings) -> int:
         ("holds", settings.dispatch_seconds, dispatcher.open_holds),
         ("hint", settings.dispatch_seconds, dispatcher.hint),
         ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
+        ("campaign_hint", settings.dispatch_seconds, dispatcher.hint_campaigns),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("progress", PROGRESS_SECONDS, dispatcher.tell_progress),

@@ -12,7 +12,10 @@ from sqlalchemy.sql.elements import ColumnElement
 from rushes_core.models import File, Project
 
 PURPOSES = ("batch",)
-"""What files may be for."""
+"""What uploaded files may be for."""
+OUTPUT = "batch_output"
+"""The purpose of the files that a campaign ends with."""
+ALL_PURPOSES = (*PURPOSES, OUTPUT)
 MIN_EXPIRY_SECONDS = 3_600
 MAX_EXPIRY_SECONDS = 2_592_000
 
@@ -40,9 +43,9 @@ def visible(*, project: str, purpose: str | None = None) -> Select[File]:
 
 
 def usage(*, project: str) -> Select[int, int]:
-    """How many files a project has, and their bytes together."""
+    """How many files a project has uploaded, and their bytes together."""
     total = func.coalesce(func.sum(File.bytes), 0)
-    return select(func.count(), total).where(File.project == project, *_is_visible())
+    return select(func.count(), total).where(File.project == project, File.purpose.in_(PURPOSES), *_is_visible())
 
 
 def lock_project(project: str) -> Select[str]:

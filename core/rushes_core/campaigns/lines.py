@@ -283,13 +283,13 @@ class Reader:
         head = content.head()
         check_encoding(head)
         self.position = start
-        """After the last line that was read, blank ones included."""
+        """After the last line that was read, blank ones included; at first `start`."""
         self._max_line_bytes = max_line_bytes
         beginning = Position(len(_BOM), 0) if head.startswith(_BOM) else BEGINNING
         table = _Table.of(self._lines(content, beginning)) if kind == "csv" else None
+        self.position = start
         if start == BEGINNING:
             start = beginning if table is None else table.begins
-        self.position = start
         lines = self._lines(content, start)
         self._records = (
             _json_records(lines, max_line_bytes) if table is None else table.records(_Tracker(lines, max_line_bytes))

@@ -1,8 +1,8 @@
 """Statements that make jobs of a campaign's lines. Nothing here executes.
 
 A campaign is loaded by one process at a time, which holds a lease on its row. Each chunk of lines is a transaction of
-whoever holds the lease: the jobs, the errors, and how far the file is read. A chunk is loaded or it is not: whoever goes
-on begins where the last one ended.
+whoever holds the lease: the jobs, the errors, and how far the file is read. A chunk is loaded or it is not, and whoever
+goes on begins where the last one ended.
 """
 
 from collections.abc import Mapping, Sequence

@@ -70,6 +70,8 @@ class Loader:
         except FileUnreadable as error:
             self._fail(lease, [loading.file_error(error)])
         except LeaseLost:
+            # it may be that of a campaign that somebody cancelled
+            self._release(lease)
             log.info("campaign_left", campaign_id=campaign.id)
         except StorageError as error:
             log.warning("campaign_file_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
