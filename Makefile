@@ -23,7 +23,7 @@ setup: ## make .venv from the hashed lock; does nothing when that is done
 	@scripts/setup.sh
 
 test: setup ## run all tests (ARGS="tests/unit -k canvas")
-	@$(BIN)/pytest $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 faults: setup ## play the fault matrix (ARGS="--only 6,24 --seed 7", "--mutants", "--replay FILE")
 	@PYTHONPATH=tests $(BIN)/python -P -m support.faults.matrix $(ARGS)
