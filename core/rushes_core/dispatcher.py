@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from rushes_core import backlog, holds, measured
 from rushes_core.campaigns import closing, loading
 from rushes_core.campaigns import events as campaign_events
+from rushes_core.campaigns.feeding import Feeder
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -46,6 +47,7 @@ class Dispatcher:
         self._hints = HintQueue(settings)
         self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
         self._campaign_hints = HintQueue(settings, queue=CAMPAIGN_QUEUE)
+        self._feeder = Feeder(self._engine, seen_within_seconds=settings.lease_seconds)
         self._pool = settings.pool
 
     def hint(self) -> int:
@@ -81,6 +83,10 @@ class Dispatcher:
         with self._engine.begin() as connection:
             connection.execute(campaign_events.tell_progress())
 
+    def feed(self) -> None:
+        """Open jobs of campaigns as they are needed, and close what is not to start any more."""
+        self._feeder.feed()
+
     def measure(self) -> None:
         """Write what the phases of clips took lately."""
         with self._engine.begin() as connection:
@@ -105,6 +111,7 @@ def run(settings: Settings) -> int:
     dispatcher, sweeper = Dispatcher(settings), Sweeper(settings)
     repeated: list[tuple[str, float, Callable[[], object]]] = [
         ("holds", settings.dispatch_seconds, dispatcher.open_holds),
+        ("feed", settings.dispatch_seconds, dispatcher.feed),
         ("hint", settings.dispatch_seconds, dispatcher.hint),
         ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
         ("campaign_hint", settings.dispatch_seconds, dispatcher.hint_campaigns),

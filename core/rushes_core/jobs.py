@@ -263,8 +263,8 @@ def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdat
 
 
 def renew(job_id: str, *, fence: int, lease_seconds: float) -> ReturningUpdate[bool]:
-    """Extend the lease. No row: it is lost. True: a cancel was asked for, the deadline has passed, or its campaign wants
-    the job back."""
+    """Extend the lease. No row: it is lost. True: a cancel was asked for, the deadline has passed, or the job is to go
+    back to its campaign."""
     return (
         _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, IS_LEASED)

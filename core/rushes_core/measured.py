@@ -1,6 +1,9 @@
 """How long clips took lately, by shape, from the jobs that completed: what progress and forecasts are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 from sqlalchemy import Select, TextClause, select, text
 
@@ -27,7 +30,8 @@ WITH last AS (
 ), runs AS (
     SELECT model, width, height, num_frames, count(*) AS num_jobs,
         percentile_cont(0.5) WITHIN GROUP (ORDER BY run) AS run_p50,
-        percentile_cont(0.8) WITHIN GROUP (ORDER BY run) AS run_p80
+        percentile_cont(0.8) WITHIN GROUP (ORDER BY run) AS run_p80,
+        percentile_cont(0.9) WITHIN GROUP (ORDER BY run) AS run_p90
     FROM counted GROUP BY model, width, height, num_frames
 ), phases AS (
     SELECT model, width, height, num_frames, jsonb_object_agg(phase, round(seconds::numeric, 3)) AS phases
@@ -38,15 +42,15 @@ WITH last AS (
         GROUP BY model, width, height, num_frames, phase
     ) AS mean GROUP BY model, width, height, num_frames
 )
-INSERT INTO measured_times AS known (model, width, height, num_frames, num_jobs, run_p50, run_p80, phases)
-SELECT model, width, height, num_frames, num_jobs, run_p50, run_p80, coalesce(phases, '{{}}')
+INSERT INTO measured_times AS known (model, width, height, num_frames, num_jobs, run_p50, run_p80, run_p90, phases)
+SELECT model, width, height, num_frames, num_jobs, run_p50, run_p80, run_p90, coalesce(phases, '{{}}')
 FROM runs LEFT JOIN phases USING (model, width, height, num_frames)
 ORDER BY model, width, height, num_frames  -- two dispatchers must not lock these rows in different orders
 ON CONFLICT (model, width, height, num_frames) DO UPDATE
-SET num_jobs = excluded.num_jobs, run_p50 = excluded.run_p50, run_p80 = excluded.run_p80, phases = excluded.phases,
-    updated_at = now()
-WHERE (known.num_jobs, known.run_p50, known.run_p80, known.phases)
-    IS DISTINCT FROM (excluded.num_jobs, excluded.run_p50, excluded.run_p80, excluded.phases)
+SET num_jobs = excluded.num_jobs, run_p50 = excluded.run_p50, run_p80 = excluded.run_p80, run_p90 = excluded.run_p90,
+    phases = excluded.phases, updated_at = now()
+WHERE (known.num_jobs, known.run_p50, known.run_p80, known.run_p90, known.phases)
+    IS DISTINCT FROM (excluded.num_jobs, excluded.run_p50, excluded.run_p80, excluded.run_p90, excluded.phases)
 """)
 
 
@@ -89,3 +93,66 @@ def measured_shape(model: str, *, width: int, height: int, num_frames: int) -> S
         MeasuredTime.height == height,
         MeasuredTime.num_frames == num_frames,
     )
+
+
+Shape = tuple[int, int, int]
+"""Width, height and frames."""
+
+
+def cost_of(shape: Shape) -> float:
+    """What a clip of this shape is counted as in `campaign_counts.remaining_cost`: frames times pixels / 10,000."""
+    width, height, num_frames = shape
+    return width * height * num_frames / 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Seconds from start to completion of clips of one shape."""
+
+    p50: float
+    p90: float
+    num_jobs: int
+    """That were measured; 0: in proportion to other shapes."""
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """How long clips of a model run, by shape."""
+
+    shapes: Mapping[Shape, Run]
+
+    @classmethod
+    def of(cls, rows: Iterable[MeasuredTime]) -> Self:
+        """From rows of `measured`."""
+        return cls(
+            {
+                (row.width, row.height, row.num_frames): Run(
+                    row.run_p50, max(row.run_p50, row.run_p90 or row.run_p80), row.num_jobs
+                )
+                for row in rows
+            }
+        )
+
+    def run(self, shape: Shape) -> Run | None:
+        """Of clips of this shape; None: nothing was measured yet, of any shape."""
+        if shape in self.shapes or self.seconds_per_cost is None:
+            return self.shapes.get(shape)
+        p50 = cost_of(shape) * self.seconds_per_cost
+        return Run(p50, p50 * self.spread, 0)
+
+    @cached_property
+    def num_jobs(self) -> int:
+        """Clips that were measured."""
+        return sum(run.num_jobs for run in self.shapes.values())
+
+    @cached_property
+    def seconds_per_cost(self) -> float | None:
+        """Of a run in the middle; None: nothing was measured."""
+        cost = sum(run.num_jobs * cost_of(shape) for shape, run in self.shapes.items())
+        return sum(run.num_jobs * run.p50 for run in self.shapes.values()) / cost if cost else None
+
+    @cached_property
+    def spread(self) -> float:
+        """How much longer nine of ten runs take at most than half of them."""
+        p50 = sum(run.num_jobs * run.p50 for run in self.shapes.values())
+        return sum(run.num_jobs * run.p90 for run in self.shapes.values()) / p50 if p50 else 1.0

@@ -333,6 +333,7 @@ class CampaignChanges(Fields):
                     changed["metadata_"] = wanted.metadata or {}
                 case "priority":
                     changed["priority"] = PRIORITIES[wanted.priority or DEFAULT_PRIORITY]
+                    changed["overrides_priority"] = True
                 case "budget":
                     changed |= budget_columns(wanted.budget)
                 case "window":

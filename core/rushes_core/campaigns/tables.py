@@ -48,6 +48,8 @@ class Campaign(Base):
     """One bad line fails it as a whole."""
     priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("2"))
     """Class of its jobs, as `Job.priority`."""
+    overrides_priority: Mapped[bool] = mapped_column(server_default=text("false"))
+    """It was changed since: jobs that are opened from then on have it, whatever their lines said."""
     max_attempts: Mapped[int | None]
     max_parallel: Mapped[int | None]
     """Most of its jobs that run or may be claimed at once."""
@@ -71,7 +73,7 @@ class Campaign(Base):
     """Its first jobs that are run before the others wait for approval; null: no proof."""
     proof_continue_seconds: Mapped[int | None]
     """How long after the proof is done it goes on by itself; null: never."""
-    proof_state: Mapped[str | None] = mapped_column(String(16))
+    proof_state: Mapped[str | None] = mapped_column(String(24))
     """`running`, `awaiting_approval` or `approved`."""
     proof_done_at: Mapped[datetime | None]
     paused_at: Mapped[datetime | None]

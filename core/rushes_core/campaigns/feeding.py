@@ -1,0 +1,405 @@
+"""Opens the jobs of campaigns a few at a time, and closes what is not to start any more; `feeder` says how."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Double, Engine, Select, column, func, literal_column, select, text, true
+from sqlalchemy.orm import Session
+
+from rushes_core import holds, replicas
+from rushes_core.campaigns import closing, events, opening
+from rushes_core.campaigns.feeder import close_open, live
+from rushes_core.campaigns.opening import Budget, Line, Opened, Standing
+from rushes_core.campaigns.tables import Campaign
+from rushes_core.log import get_logger
+from rushes_core.measured import RunTimes, measured
+from rushes_core.models import MeasuredTime, Replica
+
+log = get_logger(__name__)
+
+_LOOK_AGAIN_SECONDS = 1.0
+"""How long a campaign of which nothing could be opened is let be while nothing about it changes."""
+_EARLIER = timedelta(milliseconds=1)
+_STEP = timedelta(microseconds=1)
+
+
+_SET_STOP = text(f"""
+UPDATE jobs SET stop_at = :stop_at WHERE {live("claimed", "running")} AND stop_at IS DISTINCT FROM :stop_at
+""")
+# whoever changes the campaign locks its row first, and waits for the other lock: this one must not wait for the row
+_TRY_LOCK = text("""
+SELECT pg_try_advisory_xact_lock(738764376, hashtext(:campaign))
+    AND EXISTS (SELECT FROM campaigns WHERE id = :campaign FOR NO KEY UPDATE SKIP LOCKED)
+""")
+_CLOSE_SOME = """
+WITH surplus AS MATERIALIZED (
+    SELECT id FROM jobs WHERE {live} {which} FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE jobs SET hold = 'campaign', start_by = NULL, stop_at = NULL FROM surplus WHERE jobs.id = surplus.id
+"""
+_CLOSE_LATE = text(_CLOSE_SOME.format(live=live("queued"), which="AND start_by <= now()"))
+_CLOSE_LATEST = text(_CLOSE_SOME.format(live=live("queued"), which="ORDER BY run_at DESC, id DESC LIMIT :count"))
+WAITING = text("""
+SELECT id, line, width, height, num_frames FROM jobs
+WHERE campaign_id = :campaign AND state = 'queued' AND hold = 'campaign' AND line <= :last_line
+    AND run_at <= now() AND cancel_requested_at IS NULL AND (deadline_at IS NULL OR deadline_at > now())
+ORDER BY line LIMIT :count FOR NO KEY UPDATE SKIP LOCKED
+""")
+_OPEN = text("""
+WITH opened AS (
+    UPDATE jobs SET run_at = wanted.run_at, start_by = wanted.start_by, stop_at = :stop_at,
+        priority = CASE WHEN :overrides THEN :priority ELSE priority END,
+        hold = (SELECT CASE WHEN max_running IS NOT NULL THEN 'concurrency' END FROM api_keys WHERE id = jobs.api_key)
+    FROM unnest(CAST(:ids AS text[]), CAST(:run_at AS timestamptz[]), CAST(:start_by AS timestamptz[]))
+        AS wanted (id, run_at, start_by) WHERE jobs.id = wanted.id
+    RETURNING project, hold
+), shares AS (  -- the claim finds projects there
+    INSERT INTO project_shares (project) SELECT DISTINCT project FROM opened ON CONFLICT DO NOTHING
+)
+SELECT coalesce(bool_or(hold IS NOT NULL), false) FROM opened
+""")
+_LIVE_JOBS = text(f"""
+SELECT width, height, num_frames, coalesce(extract(epoch FROM now() - started_at)::float, 0)
+    * (state = 'running')::int AS seconds
+FROM jobs WHERE {live("queued", "claimed", "running")}
+""")
+_PROOF = text("""
+SELECT count(*) AS num_jobs, count(*) FILTER (WHERE state IN ('queued', 'claimed', 'running')) AS num_left,
+    max(line) AS last_line
+FROM (SELECT line, state FROM jobs WHERE campaign_id = :campaign ORDER BY line LIMIT :count) AS proof
+""")
+_FIRST_OPEN = text("""
+SELECT run_at FROM jobs
+WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = :priority AND project = :project
+ORDER BY run_at LIMIT 1
+""")
+_ALL_LINES = 2**62
+_COUNTED = ("queued", "in_progress", "ended", "failed", "remaining_cost", "gpu_seconds")
+_NUMBERS = (*_COUNTED, "num_open", "num_leased", "num_late")
+_COUNTS = (
+    text("""
+SELECT coalesce(sum(queued), 0) AS queued, coalesce(sum(in_progress), 0) AS in_progress,
+    coalesce(sum(completed + failed), 0) AS ended, coalesce(sum(failed), 0) AS failed,
+    coalesce(sum(remaining_cost), 0) AS remaining_cost, coalesce(sum(gpu_seconds), 0) AS gpu_seconds
+FROM campaign_counts WHERE campaign_id = campaigns.id
+""")
+    .columns(*(column(name, Double) for name in _COUNTED))
+    .lateral("counts")
+)
+_LIVE = (
+    text(f"""
+SELECT count(*) FILTER (WHERE state = 'queued') AS num_open, count(*) FILTER (WHERE state <> 'queued') AS num_leased,
+    count(*) FILTER (WHERE state = 'queued' AND start_by <= now()) AS num_late
+FROM jobs WHERE {live("queued", "claimed", "running", campaign="campaigns.id")}
+""")
+    .columns(*(column(name, Double) for name in ("num_open", "num_leased", "num_late")))
+    .lateral("live")
+)
+
+
+def standings() -> Select[*tuple[Any, ...]]:
+    """Every campaign of which jobs may be open, with what `Standing` is made of; `now` is the same in all rows."""
+    return (
+        select(Campaign, *(literal_column(name, Double) for name in _NUMBERS), func.now().label("now"))
+        .join_from(Campaign, _COUNTS, true())
+        .join(_LIVE, true())
+        .where(text("campaigns.state IN ('in_progress', 'cancelling')"))
+        .order_by(Campaign.id)
+        .execution_options(populate_existing=True)
+    )
+
+
+def _standing(row: Any) -> Standing:
+    numbers = {name: int(getattr(row, name)) for name in _NUMBERS if name != "gpu_seconds"}
+    return Standing(row.Campaign, **numbers, gpu_seconds=float(row.gpu_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a model is served by, and how fast."""
+
+    num_replicas: int
+    gpus: int
+    """Of its largest replica."""
+    times: RunTimes
+
+
+class Feeder:
+    """One pass over all campaigns; whoever holds it repeats that. Any number may run at once.
+
+    Args:
+        seen_within_seconds: how long a replica may be silent and still be counted on.
+    """
+
+    def __init__(self, engine: Engine, *, seen_within_seconds: float) -> None:
+        self._engine = engine
+        self._seen_within_seconds = seen_within_seconds
+        self._was_open: dict[str, int] = {}
+        self._claimed: dict[tuple[str, str, int], float] = {}
+        self._in_vain: dict[str, tuple[float, object]] = {}
+
+    def feed(self) -> None:
+        """Open and close what is due of every campaign, each in a transaction of its own."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            rows = session.execute(standings()).all()
+        if not rows:
+            self._was_open.clear()
+            self._claimed.clear()
+            self._in_vain.clear()
+            return
+        now: datetime = rows[0].now
+        active = [_standing(row) for row in rows]
+        served: dict[str, _Served] = {}
+        for place, (standing, target) in enumerate(self._targets(active, now, served)):
+            if self._is_due(standing, target, now):
+                model = standing.campaign.model
+                tending = _Tending(served.get(model) or self._serve(model), target, now + place * _STEP, len(rows))
+                with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                    num_open = tending.tend(session, standing.campaign.id)
+                if target and not num_open:
+                    self._in_vain[standing.campaign.id] = (time.monotonic(), standing.limits)
+            else:
+                num_open = standing.num_open
+            self._was_open[standing.campaign.id] = num_open
+
+    def _targets(
+        self, active: Sequence[Standing], now: datetime, served: dict[str, _Served]
+    ) -> list[tuple[Standing, int]]:
+        """Each campaign and how many of its jobs are to be open; those with first items to show come first."""
+        lanes: dict[tuple[str, str, int], list[Standing]] = defaultdict(list)
+        found: list[tuple[Standing, int]] = []
+        for standing in active:
+            campaign = standing.campaign
+            if standing.is_over(now) or standing.reason_to_wait(now) is not None or not standing.queued:
+                found.append((standing, 0))
+            else:
+                lanes[campaign.model, campaign.project, campaign.priority].append(standing)
+        claimed: dict[tuple[str, str, int], float] = {}
+        for lane, members in lanes.items():
+            if lane[0] not in served:
+                served[lane[0]] = self._serve(lane[0])
+            lately = sum(max(0, self._was_open.get(one.campaign.id, 0) - one.num_open) for one in members)
+            claimed[lane] = max(float(lately), 0.8 * self._claimed.get(lane, 0.0))
+            target = opening.lane_target(num_replicas=served[lane[0]].num_replicas, num_claimed=claimed[lane])
+            found += zip(members, opening.shares(members, target), strict=True)
+        self._claimed = claimed
+        known = {standing.campaign.id for standing in active}
+        self._was_open = {campaign: count for campaign, count in self._was_open.items() if campaign in known}
+        self._in_vain = {campaign: when for campaign, when in self._in_vain.items() if campaign in known}
+        return sorted(found, key=lambda one: one[0].num_first, reverse=True)
+
+    def _serve(self, model: str) -> _Served:
+        serving = replicas.up(seen_within_seconds=self._seen_within_seconds).where(
+            Replica.model == model, Replica.state.in_(("ready", "busy")), Replica.drain_requested_at.is_(None)
+        )
+        with Session(self._engine) as session:
+            sizes = [int(replica.layout.rpartition("s")[2]) for replica in session.scalars(serving)]
+            times: Sequence[MeasuredTime] = session.scalars(measured(model)).all()
+            return _Served(len(sizes), max(sizes, default=1), RunTimes.of(times))
+
+    def _is_due(self, standing: Standing, target: int, now: datetime) -> bool:
+        campaign = standing.campaign
+        if standing.num_late or standing.is_over(now):
+            return standing.num_open > 0
+        reason = standing.reason_to_wait(now)
+        if reason is not None:
+            return reason != campaign.hold_reason or standing.num_open > 0
+        if standing.has_failed_too_often or campaign.hold_reason not in (None, "budget", "window"):
+            return True
+        if campaign.proof_count is not None and campaign.proof_state != "approved" and not standing.num_live:
+            return True
+        if campaign.max_parallel is not None and standing.num_live > campaign.max_parallel and standing.num_open:
+            return True
+        looked_at, limits = self._in_vain.get(campaign.id, (0.0, None))
+        if limits == standing.limits and time.monotonic() - looked_at < _LOOK_AGAIN_SECONDS:
+            return False
+        # few transactions that open several jobs rather than one for each, but where every place counts
+        is_low = standing.num_open <= target * 3 // 4 or campaign.max_parallel is not None
+        return is_low and standing.num_waiting > 0 and standing.room(target) > 0
+
+
+class _Tending:
+    """What is done in one pass for one campaign.
+
+    Args:
+        opened_at: what its first job is opened as of; jobs of several campaigns take turns from there.
+        num_campaigns: how many campaigns do.
+    """
+
+    def __init__(self, served: _Served, target: int, opened_at: datetime, num_campaigns: int) -> None:
+        self._served = served
+        self._target = target
+        self._opened_at = opened_at
+        self._step = num_campaigns * _STEP
+
+    def tend(self, session: Session, campaign_id: str) -> int:
+        """Do what is due; how many of its jobs are open then."""
+        if not session.execute(_TRY_LOCK, {"campaign": campaign_id}).scalar_one():
+            return 0
+        row = session.execute(standings().where(Campaign.id == campaign_id)).one_or_none()
+        if row is None:
+            return 0
+        standing, now = _standing(row), row.now
+        if standing.is_over(now):
+            self._close(session, standing)
+            return 0
+        if standing.has_failed_too_often and standing.campaign.paused_at is None:
+            self._stop_for_failures(session, standing, now)
+            return 0
+        reason = standing.reason_to_wait(now)
+        if reason is not None:
+            self._close(session, standing)
+            self._note(session, standing, {"hold_reason": reason})
+            return 0
+        return self._open(session, standing, now)
+
+    def _open(self, session: Session, standing: Standing, now: datetime) -> int:
+        campaign = standing.campaign
+        changes: dict[str, Any] = {}
+        last_line = _ALL_LINES
+        if standing.is_to_go_on(now):
+            changes["proof_state"] = "approved"
+        elif campaign.proof_count is not None and campaign.proof_state not in ("approved", "awaiting_approval"):
+            values = {"campaign": campaign.id, "count": campaign.proof_count}
+            proof = session.execute(_PROOF, values).one()
+            is_whole = proof.num_jobs == campaign.proof_count or campaign.loaded_at is not None
+            if is_whole and not proof.num_left:
+                return self._end_proof(session, standing, now)
+            last_line = proof.last_line or 0
+            changes["proof_state"] = "running"
+        if standing.num_late:
+            session.execute(_CLOSE_LATE, {"campaign": campaign.id})
+        surplus = standing.num_live - (campaign.max_parallel or standing.num_live)
+        if surplus > 0:
+            session.execute(_CLOSE_LATEST, {"campaign": campaign.id, "count": surplus})
+        opening_now = standing.opening(now)
+        stop_at = standing.stop_at(opening_now)
+        session.execute(_SET_STOP, {"campaign": campaign.id, "stop_at": stop_at})
+        room = 0 if surplus > 0 else standing.room(self._target)
+        waiting: list[Line] = []
+        if room:
+            values = {"campaign": campaign.id, "last_line": last_line, "count": opening.num_ahead(room)}
+            waiting = [
+                Line(one.id, one.line, (one.width, one.height, one.num_frames))
+                for one in session.execute(WAITING, values)
+            ]
+        budget = self._budget(session, standing)
+        choice = opening.choose(
+            waiting,
+            room=room,
+            times=self._served.times,
+            budget=budget,
+            closes=opening_now.until,
+            expires=campaign.expires_at,
+            now=now,
+        )
+        if choice.opened:
+            self._open_jobs(session, standing, choice.opened, stop_at)
+        num_live = standing.num_live - standing.num_late + len(choice.opened)
+        reason = None
+        if choice.is_spent and (not num_live or (budget.left or 0) <= 0):
+            reason = "budget"
+        elif choice.num_too_long and not num_live:
+            reason = "window"
+        elif not waiting and not num_live:
+            # nothing to open as yet: what it was held for may still be so
+            reason = campaign.hold_reason if campaign.hold_reason in ("budget", "window") else None
+        self._note(session, standing, changes | {"hold_reason": reason})
+        return standing.num_open - standing.num_late + len(choice.opened)
+
+    def _budget(self, session: Session, standing: Standing) -> Budget:
+        """What is left when everything that runs or may be claimed has run as long as nine of ten such clips."""
+        campaign, served = standing.campaign, self._served
+        if campaign.budget_gpu_seconds is None:
+            return Budget(None, served.gpus, standing.num_live)
+        left = campaign.budget_gpu_seconds - standing.gpu_seconds
+        for job in session.execute(_LIVE_JOBS, {"campaign": campaign.id}):
+            run = served.times.run((job.width, job.height, job.num_frames))
+            left -= served.gpus * max(job.seconds, 0.0 if run is None else run.p90)
+        return Budget(left, served.gpus, standing.num_live)
+
+    def _open_jobs(
+        self, session: Session, standing: Standing, opened: Sequence[Opened], stop_at: datetime | None
+    ) -> None:
+        campaign = standing.campaign
+        begins = self._opened_at
+        if standing.num_first:
+            lane = {"model": campaign.model, "priority": campaign.priority, "project": campaign.project}
+            oldest: datetime | None = session.execute(_FIRST_OPEN, lane).scalar_one_or_none()
+            begins = begins if oldest is None else min(begins, oldest - _EARLIER)
+        run_at = [
+            (begins if number < standing.num_first else self._opened_at) + number * self._step
+            for number in range(len(opened))
+        ]
+        values = {
+            "ids": [one.id for one in opened],
+            "run_at": run_at,
+            "start_by": [one.start_by for one in opened],
+            "stop_at": stop_at,
+            "priority": campaign.priority,
+            "overrides": campaign.overrides_priority,
+        }
+        if session.execute(_OPEN, values).scalar_one():
+            assert campaign.api_key is not None, "only a key's limit holds a job"
+            session.execute(holds.open_holds(campaign.api_key))
+        log.debug("jobs_opened", campaign_id=campaign.id, count=len(opened))
+
+    def _close(self, session: Session, standing: Standing) -> None:
+        if standing.num_open or standing.num_leased:
+            session.execute(close_open(standing.campaign.id))
+
+    def _end_proof(self, session: Session, standing: Standing, now: datetime) -> int:
+        """The proof is done: what is left waits for approval, if anything is."""
+        campaign = standing.campaign
+        if campaign.loaded_at is not None and not standing.queued:
+            self._note(session, standing, {"proof_state": "approved", "proof_done_at": now})
+            return 0
+        changes = {"proof_state": "awaiting_approval", "proof_done_at": now, "hold_reason": "approval"}
+        self._close(session, standing)
+        if self._note(session, standing, changes):
+            session.execute(events.tell(campaign.id, "batch.awaiting_approval"))
+        return 0
+
+    def _stop_for_failures(self, session: Session, standing: Standing, now: datetime) -> None:
+        campaign = standing.campaign
+        self._close(session, standing)
+        excused: dict[str, Any] = {"failures_excused": standing.failed}
+        if campaign.on_failure == "cancel":
+            if self._note(session, standing, excused):
+                self._cancel(session, campaign)
+            return
+        paused = {"paused_at": now, "pause_reason": "failures", "hold_reason": "paused"}
+        if self._note(session, standing, excused | paused):
+            session.execute(events.tell(campaign.id, "batch.paused", {"reason": "failures"}))
+
+    def _cancel(self, session: Session, campaign: Campaign) -> None:
+        for statement in closing.request_stop(campaign.id):
+            session.execute(statement)
+
+    def _note(self, session: Session, standing: Standing, changes: Mapping[str, Any]) -> bool:
+        """Write what of `changes` is new; False: nothing was, or somebody else changes the campaign now, and the next
+        pass comes soon. Who waits here with the campaign's lock might wait for one who waits for that."""
+        campaign = standing.campaign
+        new = {name: value for name, value in changes.items() if getattr(campaign, name) != value}
+        if not new:
+            return False
+        row = session.scalars(
+            select(Campaign)
+            .where(Campaign.id == campaign.id, Campaign.state == "in_progress")
+            .with_for_update(key_share=True, skip_locked=True)
+        ).one_or_none()
+        if row is None:
+            return False
+        for name, value in new.items():
+            setattr(row, name, value)
+        session.flush()
+        if new.get("hold_reason") == "budget":
+            session.execute(events.tell(campaign.id, "batch.budget_reached"))
+            if campaign.on_budget == "cancel":
+                self._cancel(session, campaign)
+        log.info("campaign_changed", campaign_id=campaign.id, **{name: str(value) for name, value in new.items()})
+        return True
