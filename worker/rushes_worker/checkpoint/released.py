@@ -24,7 +24,8 @@ from rushes_worker.checkpoint.random_weights import (
     transformer_rule,
     video_vae_rule,
 )
-from rushes_worker.checkpoint.tiny import AUDIO_SHIFT, DENOISING_STEPS, VIDEO_SHIFT, VISION, write_tokenizer
+from rushes_worker.checkpoint.student import AUDIO_SHIFT, DENOISING_STEPS, VIDEO_SHIFT
+from rushes_worker.checkpoint.tiny import VISION, write_tokenizer
 
 TRANSFORMER = TransformerConfig(
     num_attention_heads=56,

@@ -45,10 +45,9 @@ from rushes_worker.checkpoint.random_weights import (
     transformer_rule,
     video_vae_rule,
 )
+from rushes_worker.checkpoint.student import AUDIO_SHIFT, DENOISING_STEPS, VIDEO_SHIFT
 
 DIFFUSERS_VERSION = "0.36.0.dev0"
-DENOISING_STEPS = (999, 874, 749, 624, 500, 375, 250, 125)
-VIDEO_SHIFT, AUDIO_SHIFT = 10.0, 3.0
 _MODEL_PREFIX = "rushes/tiny-fasth3-8-step-"
 
 _QWEN_PATTERN = (
