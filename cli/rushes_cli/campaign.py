@@ -184,7 +184,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{path} is empty")
     with Line(sys.stderr) as line, _api(line=line) as client:
         stored = client.upload(lambda: _Shown(path, line), name=path.name)
-        campaign = client.post("/v1/campaigns", body | {"input_file_id": stored["id"]}, once=True)
+        campaign = client.post("/v1/campaigns", body | {"input_file_id": stored["id"]})
     if arguments.dry_run:
         return _report(arguments, campaign["id"])
     if arguments.json and not arguments.follow:

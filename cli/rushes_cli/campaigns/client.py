@@ -66,18 +66,15 @@ class Client:
         wanted = {name: value for name, value in parameters.items() if value is not None}
         return self._repeat(lambda: self._http.get(path, params=wanted))
 
-    def post(self, path: str, members: Mapping[str, Any] | None = None, *, once: bool = False) -> dict[str, Any]:
-        """The answer's object.
-
-        Args:
-            once: repeated after a lost answer it has no second effect, by an `Idempotency-Key`.
+    def post(self, path: str, members: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's object. Repeated after an answer that was lost it has no second effect.
 
         Raises:
             Refused, Unreachable
         """
-        headers = {"Idempotency-Key": uuid4().hex} if once else {}
-        # whatever else is posted has the same effect when it is repeated
-        return self._repeat(lambda: self._http.post(path, json=dict(members or {}), headers=headers))
+        headers = {"Idempotency-Key": uuid4().hex}
+        body = dict(members) if members else None
+        return self._repeat(lambda: self._http.post(path, json=body, headers=headers))
 
     def upload(self, open_file: Callable[[], Any], *, name: str) -> dict[str, Any]:
         """Store a file of requests; `open_file` is called for every attempt.
