@@ -30,6 +30,8 @@ from rushes_api.readiness import Readiness
 from rushes_api.routers import (
     actions,
     api_keys,
+    batches,
+    campaigns,
     content,
     events,
     files,
@@ -137,6 +139,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         events,
         content,
         files,
+        batches,
+        campaigns,
         queue,
         workers,
         projects,

@@ -196,7 +196,6 @@ SCOPES_NEEDED: dict[Callable[..., Any], str] = {
 """The scope that each dependency asks for; `videos` is `videos:read` or `videos:write`."""
 
 
-_NOT_YET = dict.fromkeys(("batch_id", "campaign_id", "custom_id"), "there are no batches in this release")
 _IN_MAP = re.compile(r"(\w+)\[.*\]", re.DOTALL)
 
 
@@ -224,10 +223,7 @@ def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, s
 
 def _unknown_parameter(name: str) -> ApiError:
     shown_name = printable(name)
-    message = (
-        f"{name} is not available: {_NOT_YET[name]}" if name in _NOT_YET else f"unknown query parameter: {shown_name}"
-    )
-    return ApiError(message, param=shown_name, code="unknown_parameter")
+    return ApiError(f"unknown query parameter: {shown_name}", param=shown_name, code="unknown_parameter")
 
 
 NoQuery = Annotated[Mapping[str, str], Depends(query())]

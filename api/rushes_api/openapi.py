@@ -14,7 +14,11 @@ from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import BaseModel, ConfigDict
+from rushes_core.campaigns.statements import PARTS
+from rushes_core.campaigns.tables import STATES
+from rushes_core.files import ALL_PURPOSES
 
+from rushes_api.campaign_options import MAPS, OPTIONS
 from rushes_api.deps import QUERY_NAMES, SCOPES_NEEDED
 from rushes_api.errors import PROBLEM_JSON
 
@@ -24,6 +28,7 @@ _ULID = "[0-7][0-9A-HJKMNP-TV-Z]{25}"
 VIDEO_ID = f"^video_{_ULID}$"
 FILE_ID = f"^file_{_ULID}$"
 KEY_ID = f"^key_{_ULID}$"
+BATCH_ID = f"^batch_{_ULID}$"
 ENDPOINT_ID = f"^whe_{_ULID}$"
 DELIVERY_ID = "^whd_[0-9a-f]{32}$"
 WORKER_ID = "^[A-Za-z0-9._-]{1,200}~[0-9]{1,10}-[0-9a-f]{1,16}$"
@@ -77,6 +82,7 @@ is, except for event streams."""
 _TAGS = {
     "videos": "Jobs: accepted, followed, cancelled, fetched",
     "files": "What is uploaded",
+    "campaigns": "Thousands of jobs from one file; OpenAI calls them batches",
     "queue": "What waits, and whether it may start",
     "workers": "Replicas of the model, for operators",
     "models": "What is served, and its limits",
@@ -197,6 +203,14 @@ _QUERY: dict[str, Object] = {
             "additionalProperties": {"type": "string", "maxLength": 512},
         },
     },
+    "campaign_id": {
+        "description": "Only those of this campaign",
+        "schema": {"type": "string", "pattern": BATCH_ID},
+    },
+    "custom_id": {
+        "description": "Only those with this `custom_id`",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+    },
     "compat": {
         "description": "`openai`: show `cancelled` and `expired` as `failed`, with the same `error.code`",
         "schema": {"enum": ["openai"]},
@@ -230,7 +244,49 @@ _QUERY_OF_DELIVERIES: dict[str, Object] = {
     },
 }
 _QUERY_OF_FILES: dict[str, Object] = {
-    "purpose": {"description": "Only those for this purpose", "schema": {"enum": ["batch"]}},
+    "purpose": {"description": "Only those for this purpose", "schema": {"enum": list(ALL_PURPOSES)}},
+}
+_DRY_RUN: Object = {
+    "description": "Say what would be, and do nothing",
+    "schema": {"enum": ["0", "1", "true", "false"]},
+}
+_QUERY_OF_OPTIONS: dict[str, Object] = {
+    **{
+        name: {"description": f"As `{name}` in a body of JSON", "schema": {"type": "string"}}
+        for name in OPTIONS
+        if name not in MAPS
+    },
+    **{
+        f"{name}[]": {
+            "name": name,
+            "description": f"As `{name}` in a body of JSON: `{name}[key]=value`",
+            "style": "deepObject",
+            "explode": True,
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}},
+        }
+        for name in MAPS
+    },
+}
+_QUERY_OF_CAMPAIGNS: dict[str, Object] = {
+    "status": {
+        "description": "Only those with one of these statuses",
+        "style": "form",
+        "explode": False,
+        "schema": {"type": "array", "minItems": 1, "items": {"enum": list(STATES)}},
+    },
+    "dry_run": _DRY_RUN,
+    "validate": {
+        "description": "`strict`: one bad line fails the whole campaign",
+        "schema": {"enum": ["lines", "strict"]},
+    },
+    "format": {
+        "description": "Lines of JSON, or a table",
+        "schema": {"enum": ["jsonl", "csv"], "default": "jsonl"},
+    },
+    "part": {
+        "description": "Items that completed, those that ended without a clip, or all",
+        "schema": {"enum": list(PARTS), "default": "all"},
+    },
 }
 _QUERY_OF_QUEUE: dict[str, Object] = {
     "project": {
@@ -242,6 +298,9 @@ _AFTER = {
     "/v1/videos": VIDEO_ID,
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
     "/v1/files": FILE_ID,
+    "/v1/batches": BATCH_ID,
+    "/v1/campaigns": BATCH_ID,
+    "/v1/campaigns/{batch_id}/items": "^item_[0-9]{1,12}$",
     "/v1/projects": PROJECT,
     "/v1/api_keys": KEY_ID,
     "/v1/workers": WORKER_ID,
@@ -251,6 +310,7 @@ _AFTER = {
 _PATH: dict[str, Object] = {
     "video_id": {"description": "Id of a video", "schema": {"type": "string", "pattern": VIDEO_ID}},
     "file_id": {"description": "Id of a file", "schema": {"type": "string", "pattern": FILE_ID}},
+    "batch_id": {"description": "Id of a batch", "schema": {"type": "string", "pattern": BATCH_ID}},
     "key_id": {"description": "Id of an API key", "schema": {"type": "string", "pattern": KEY_ID}},
     "endpoint_id": {"description": "Id of a webhook endpoint", "schema": {"type": "string", "pattern": ENDPOINT_ID}},
     "delivery_id": {"description": "Id of a webhook delivery", "schema": {"type": "string", "pattern": DELIVERY_ID}},
@@ -311,8 +371,10 @@ def _complete(operation: Object, route: APIRoute, method: str, schemas: Object) 
             parameter |= _PATH.get(parameter["name"], {})
     for call in calls:
         declared = {one["name"] for one in parameters if one["in"] == "query"}
-        names = [name for name in QUERY_NAMES.get(call, ()) if name not in declared]
-        parameters += [_query_parameter(name, route.path_format) for name in names]
+        taken = QUERY_NAMES.get(call, ())
+        # a map may come as one text too, which a document cannot say beside it
+        names = [name for name in taken if name not in declared and f"{name}[]" not in taken]
+        parameters += [_query_parameter(name, route.path_format, method) for name in names]
     parameters.sort(key=lambda one: (("path", "query", "header").index(one["in"]), one["name"]))
     if scopes:
         parameters.append({"$ref": "#/components/parameters/X-Request-Id"})
@@ -335,12 +397,16 @@ def _calls(dependant: Dependant) -> Iterator[Any]:
         yield from _calls(inner)
 
 
-def _query_parameter(name: str, path: str) -> Object:
+def _query_parameter(name: str, path: str, method: str) -> Object:
     known = _QUERY
     if path == "/v1/webhook_deliveries":
         known = _QUERY | _QUERY_OF_DELIVERIES
     elif path == "/v1/files":
         known = _QUERY | _QUERY_OF_FILES
+    elif path == "/v1/campaigns/{batch_id}/items":
+        known = _QUERY
+    elif path.startswith(("/v1/batches", "/v1/campaigns")):
+        known = _QUERY_OF_OPTIONS | _QUERY_OF_CAMPAIGNS if method == "POST" else _QUERY | _QUERY_OF_CAMPAIGNS
     elif path.startswith("/v1/queue"):
         known = _QUERY | _QUERY_OF_QUEUE
     about: Object = {"schema": {"type": "string"}, **known.get(name, {})}

@@ -1,13 +1,12 @@
-"""Receiving a file: a multipart body that goes on to the store part by part and is never held in memory."""
+"""Receiving a file: a body that goes on to the store part by part and is never held in memory."""
 
 import asyncio
 import math
 import re
 import time
 import unicodedata
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Collection, Generator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import anyio
@@ -26,7 +25,7 @@ from starlette.requests import ClientDisconnect
 
 from rushes_api.body import MULTIPART, parse_json
 from rushes_api.boundary import ANSWER_WITHIN, ASKS_DATABASE
-from rushes_api.errors import ApiError, BodyTooLarge, Unavailable, UnsupportedMedia
+from rushes_api.errors import ApiError, BodyTooLarge, Unavailable, UnsupportedMedia, body_too_slow
 from rushes_api.form import HeaderCollector, InvalidForm, PartHead, Value, assemble, part_head, split_header
 
 log = get_logger(__name__)
@@ -44,7 +43,7 @@ OVERHEAD_BYTES = 65_536
 """What a body may have beside the bytes of the file."""
 MAX_FILENAME_BYTES = 255
 
-_FIELDS = ("file", "purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
+_FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 _DIGITS = re.compile("[0-9]{1,20}", re.ASCII)
 _MAX_TEXT_BYTES = 1_024
 _HELD_BYTES = 262_144
@@ -87,7 +86,16 @@ def check_head(request: Request, *, max_bytes: int) -> int:
     encoding = request.headers.get("content-encoding", "")
     if encoding.lower() not in ("", "identity"):
         raise UnsupportedMedia(f"Content-Encoding {shown(encoding)} is not supported; send the body as it is")
-    _boundary_of(request)
+    boundary_of(request)
+    return declared_bytes(request, max_bytes=max_bytes)
+
+
+def declared_bytes(request: Request, *, max_bytes: int) -> int:
+    """About how many bytes the file of the request has, 0 where nobody says.
+
+    Raises:
+        BodyTooLarge: more than `max_bytes`.
+    """
     declared = request.headers.get("content-length", "")
     if not (declared.isascii() and declared.isdigit()):
         return 0
@@ -96,7 +104,7 @@ def check_head(request: Request, *, max_bytes: int) -> int:
     return max(0, int(declared) - OVERHEAD_BYTES)
 
 
-def _boundary_of(request: Request) -> bytes:
+def boundary_of(request: Request) -> bytes:
     content_types = request.headers.getlist("content-type")
     if len(content_types) != 1:
         what = "missing" if not content_types else "given more than once"
@@ -129,38 +137,87 @@ def seat(limiter: CapacityLimiter, holder: object) -> Generator[None]:
 async def receive(request: Request, upload: Upload, *, max_bytes: int, limiter: CapacityLimiter) -> Wanted:
     """Store the file of the request as `upload`; what else its form says.
 
-    Its body may take longer than others, by its size.
-
     Raises:
         ApiError: it is not what is expected, or came too slowly.
         StorageError: the store failed.
     """
-    began = time.monotonic()
-    request.scope[ANSWER_WITHIN] = math.inf
-    form = _Form(max_bytes)
+    form = _UploadForm(max_bytes)
+    await receive_form(request, upload, form, max_bytes=max_bytes, limiter=limiter)
+    return form.wanted(sha256=upload.sha256)
 
-    async def pass_on(least: int) -> None:
-        if len(form.unstored) >= least:
-            data = bytes(form.unstored)
-            form.unstored.clear()
-            await in_store(upload.write, data, limiter=limiter)
 
-    try:
-        parser = MultipartParser(_boundary_of(request), form.callbacks())
+async def receive_form(
+    request: Request, upload: Upload, form: "FileForm", *, max_bytes: int, limiter: CapacityLimiter
+) -> None:
+    """Store the file of a multipart body as `upload`, and gather the rest in `form`.
+
+    The body may take longer than others, by its size.
+
+    Raises:
+        ApiError: it is not what `form` expects, or came too slowly.
+        StorageError: the store failed.
+    """
+    with _taking_long(request):
+        try:
+            parser = MultipartParser(boundary_of(request), form.callbacks())
+            async for chunk in _paced(request, max_bytes=max_bytes + OVERHEAD_BYTES):
+                for start in range(0, len(chunk), _HELD_BYTES):
+                    parser.write(chunk[start : start + _HELD_BYTES])
+                    await _pass_on(form.unstored, upload, least=_HELD_BYTES, limiter=limiter)
+            await _pass_on(form.unstored, upload, least=1, limiter=limiter)
+            form.check()
+        except FormParserError as error:
+            raise _invalid(f"the multipart body is malformed: {printable(str(error))}") from error
+        except InvalidForm as error:
+            raise ApiError(str(error), param=error.param, code=error.code) from error
+        await in_store(upload.complete, limiter=limiter)
+
+
+async def receive_body(request: Request, upload: Upload, *, max_bytes: int, limiter: CapacityLimiter) -> None:
+    """Store the whole body as `upload`.
+
+    Raises:
+        ApiError: it is empty, or came too slowly.
+        BodyTooLarge: it has more than `max_bytes`.
+        StorageError: the store failed.
+    """
+    unstored = bytearray()
+    with _taking_long(request):
         async for chunk in _paced(request, max_bytes=max_bytes):
             for start in range(0, len(chunk), _HELD_BYTES):
-                parser.write(chunk[start : start + _HELD_BYTES])
-                await pass_on(_HELD_BYTES)
-        await pass_on(1)
-        wanted = form.wanted(sha256=upload.sha256)
-    except FormParserError as error:
-        raise _invalid(f"the multipart body is malformed: {printable(str(error))}") from error
-    except InvalidForm as error:
-        raise ApiError(str(error), param=error.param, code=error.code) from error
+                unstored += chunk[start : start + _HELD_BYTES]
+                await _pass_on(unstored, upload, least=_HELD_BYTES, limiter=limiter)
+        await _pass_on(unstored, upload, least=1, limiter=limiter)
+        if not upload.num_bytes:
+            raise _invalid("the request body is empty")
+        await in_store(upload.complete, limiter=limiter)
+
+
+async def store_bytes(data: bytes, upload: Upload, *, limiter: CapacityLimiter) -> None:
+    """Store what is in memory as `upload`.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    await in_store(upload.write, data, limiter=limiter)
     await in_store(upload.complete, limiter=limiter)
+
+
+@contextmanager
+def _taking_long(request: Request) -> Generator[None]:
+    """Within it, the request may take as long as its body does; after it, a moment to be answered."""
+    began = time.monotonic()
+    request.scope[ANSWER_WITHIN] = math.inf
+    yield
     request.scope[ANSWER_WITHIN] = time.monotonic() - began + ANSWER_SECONDS
     request.scope[ASKS_DATABASE] = True
-    return wanted
+
+
+async def _pass_on(unstored: bytearray, upload: Upload, *, least: int, limiter: CapacityLimiter) -> None:
+    if len(unstored) >= least:
+        data = bytes(unstored)
+        unstored.clear()
+        await in_store(upload.write, data, limiter=limiter)
 
 
 async def in_store(work: Callable[..., _Result], *arguments: object, limiter: CapacityLimiter) -> _Result:
@@ -212,21 +269,29 @@ async def _paced(request: Request, *, max_bytes: int) -> AsyncIterator[bytes]:
             raise _invalid("the request body ended early") from error
         waited += time.monotonic() - began
         num_bytes += len(chunk)
-        if num_bytes > max_bytes + OVERHEAD_BYTES:
+        if num_bytes > max_bytes:
             raise _too_large(max_bytes)
         yield chunk
 
 
-class _Form(HeaderCollector):
-    """Gathers what the parser reports; of the file only what has not been stored."""
+class FileForm(HeaderCollector):
+    """Gathers what the parser reports of a form with one file; of that only what has not been stored.
 
-    def __init__(self, max_bytes: int) -> None:
+    Args:
+        max_bytes: of the file.
+        fields: names of the other fields; one that ends with `[]` is a map, whose fields are `name[key]`.
+        max_text_bytes: of each of them.
+    """
+
+    def __init__(self, max_bytes: int, *, fields: Collection[str], max_text_bytes: int) -> None:
         super().__init__()
         self.unstored = bytearray()
+        self.num_bytes = 0
+        self.filename = ""
+        self.texts: list[tuple[str, Value]] = []
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._filename: str | None = None
-        self._texts: list[tuple[str, Value]] = []
+        self._max_text_bytes = max_text_bytes
+        self._fields = fields
         self._seen: set[str] = set()
         self._is_complete = False
         self._head: PartHead | None = None
@@ -242,28 +307,28 @@ class _Form(HeaderCollector):
             "on_end": self._end,
         }
 
-    def wanted(self, *, sha256: str) -> Wanted:
-        """What the whole form says.
-
-        Args:
-            sha256: of the file.
-
+    def check(self) -> None:
+        """
         Raises:
-            InvalidForm, InvalidRequest
+            InvalidForm: the form is not whole.
         """
         if not self._is_complete:
             raise InvalidForm("the multipart body is malformed: it ends before its last boundary")
-        if self._filename is None:
+        if "file" not in self._seen:
             raise _missing("file")
-        if not self._num_bytes:
+        if not self.num_bytes:
             raise InvalidForm("file is empty", param="file", code="invalid_value")
-        if "purpose" not in self._seen:
-            raise _missing("purpose")
-        members = assemble(self._texts, parse_json=parse_json, max_depth=2)
-        if "expires_after" in members:
-            members["expires_after"] = _typed(members["expires_after"])
-        sent = {"filename": self._filename, "bytes": self._num_bytes, "sha256": sha256}
-        return parse_as(Wanted, members | sent)
+
+    def has(self, name: str) -> bool:
+        """Whether this field came."""
+        return name in self._seen
+
+    def check_text(self, name: str, value: Value) -> None:
+        """Refuse the value of a field as soon as it is there.
+
+        Raises:
+            InvalidForm
+        """
 
     def _part_begin(self) -> None:
         self._headers = {}
@@ -272,7 +337,7 @@ class _Form(HeaderCollector):
     def _headers_finished(self) -> None:
         self._head = head = part_head(self._headers)
         name = printable(head.name)
-        if head.name not in _FIELDS:
+        if head.name != "file" and not self._is_known(head.name):
             raise InvalidForm(f"unknown parameter: {name}", param=name, code="unknown_parameter")
         if head.name in self._seen:
             raise InvalidForm(f"duplicate field: {name}", param=name, code="duplicate_parameter")
@@ -280,7 +345,7 @@ class _Form(HeaderCollector):
         if head.name == "file":
             if head.filename is None:
                 raise InvalidForm("file must be a file: its part needs a filename", param="file", code="invalid_value")
-            self._filename = safe_filename(head.filename)
+            self.filename = safe_filename(head.filename)
         elif head.filename is not None:
             raise InvalidForm(f"{name} must be text, got a file", param=name, code="invalid_value")
 
@@ -288,15 +353,15 @@ class _Form(HeaderCollector):
         assert self._head is not None
         if self._head.name != "file":
             self._text += data[start:end]
-            if len(self._text) > _MAX_TEXT_BYTES:
-                name = self._head.name
+            if len(self._text) > self._max_text_bytes:
+                name = printable(self._head.name)
                 raise InvalidForm(
-                    f"{name} may have at most {_MAX_TEXT_BYTES} bytes, got more", param=name, code="invalid_value"
+                    f"{name} may have at most {self._max_text_bytes} bytes, got more", param=name, code="invalid_value"
                 )
             return
         piece = data[start:end]
-        self._num_bytes += len(piece)
-        if self._num_bytes > self._max_bytes:
+        self.num_bytes += len(piece)
+        if self.num_bytes > self._max_bytes:
             raise _too_large(self._max_bytes)
         self.unstored += piece
 
@@ -306,16 +371,52 @@ class _Form(HeaderCollector):
         if head.name == "file":
             return
         value = head.text(bytes(self._text))
-        if head.name == "purpose" and value not in PURPOSES:
+        self.check_text(head.name, value)
+        self.texts.append((head.name, value))
+
+    def _end(self) -> None:
+        self._is_complete = True
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._fields or ("[" in name and f"{name.partition('[')[0]}[]" in self._fields)
+
+
+class _UploadForm(FileForm):
+    """A file for later."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes, fields=_FIELDS, max_text_bytes=_MAX_TEXT_BYTES)
+
+    def check(self) -> None:
+        super().check()
+        if not self.has("purpose"):
+            raise _missing("purpose")
+
+    def check_text(self, name: str, value: Value) -> None:
+        if name == "purpose" and value not in PURPOSES:
             raise InvalidForm(
                 f"purpose must be one of {', '.join(PURPOSES)}, got {shown(value)}",
                 param="purpose",
                 code="invalid_value",
             )
-        self._texts.append((head.name, value))
 
-    def _end(self) -> None:
-        self._is_complete = True
+    def wanted(self, *, sha256: str) -> Wanted:
+        """What the whole form says.
+
+        Args:
+            sha256: of the file.
+
+        Raises:
+            ApiError, InvalidRequest
+        """
+        try:
+            members = assemble(self.texts, parse_json=parse_json, max_depth=2)
+        except InvalidForm as error:
+            raise ApiError(str(error), param=error.param, code=error.code) from error
+        if "expires_after" in members:
+            members["expires_after"] = _typed(members["expires_after"])
+        sent = {"filename": self.filename, "bytes": self.num_bytes, "sha256": sha256}
+        return parse_as(Wanted, members | sent)
 
 
 def _typed(expiry: Any) -> Any:
@@ -360,13 +461,9 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def _too_slow() -> ApiError:
-    return ApiError(
-        f"The request body did not arrive in time: after {GRACE_SECONDS:g} seconds it must come with at least "
-        f"{LEAST_BYTES_PER_SECOND} bytes per second, and without pauses of {SILENT_SECONDS:g} seconds.",
-        code="request_timeout",
-        status=HTTPStatus.REQUEST_TIMEOUT,
-        # the rest of the body may still come
-        headers={"Connection": "close"},
+    return body_too_slow(
+        f"after {GRACE_SECONDS:g} seconds it must come with at least {LEAST_BYTES_PER_SECOND} bytes per second, and "
+        f"without pauses of {SILENT_SECONDS:g} seconds"
     )
 
 

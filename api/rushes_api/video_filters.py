@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from pydantic_core import PydanticCustomError
 from rushes_core.fields import is_storable, metadata_of, shown
+from rushes_core.ids import is_campaign_id
 from rushes_core.listing import Filters
 from rushes_core.moment import parse_moment
 from rushes_core.states import JobState
@@ -12,7 +13,16 @@ from rushes_core.states import JobState
 from rushes_api.errors import ApiError
 from rushes_api.page import one_of
 
-FILTER_PARAMETERS = ("status", "model", "created_after", "created_before", "metadata[]")
+FILTER_PARAMETERS = (
+    "status",
+    "model",
+    "created_after",
+    "created_before",
+    "metadata[]",
+    "campaign_id",
+    "custom_id",
+)
+_MAX_CUSTOM_ID = 256
 
 _STATUSES = tuple(dict.fromkeys(state.public_status for state in JobState))
 
@@ -38,8 +48,26 @@ def filters_of(parameters: Mapping[str, str], states_of: Callable[[str], tuple[J
         model=model,
         created_from=_second(parameters, "created_after", later=1),
         created_until=_second(parameters, "created_before", later=0),
-        metadata=_metadata(parameters),
+        metadata=metadata_filter(parameters),
+        campaign_id=_campaign_id(parameters),
+        custom_id=_custom_id(parameters),
     )
+
+
+def _campaign_id(parameters: Mapping[str, str]) -> str | None:
+    wanted = parameters.get("campaign_id")
+    if wanted is not None and not is_campaign_id(wanted):
+        raise ApiError(f"campaign_id must be the id of a campaign, got {shown(wanted)}", param="campaign_id")
+    return wanted
+
+
+def _custom_id(parameters: Mapping[str, str]) -> str | None:
+    wanted = parameters.get("custom_id")
+    if wanted is not None and not (0 < len(wanted) <= _MAX_CUSTOM_ID and is_storable(wanted)):
+        raise ApiError(
+            f"custom_id must have 1 to {_MAX_CUSTOM_ID} characters and no NUL, got {shown(wanted)}", param="custom_id"
+        )
+    return wanted
 
 
 def _second(parameters: Mapping[str, str], name: str, *, later: int) -> datetime | None:
@@ -53,7 +81,12 @@ def _second(parameters: Mapping[str, str], name: str, *, later: int) -> datetime
         raise ApiError(f"{name} {error}, got {shown(parameters[name])}", param=name) from error
 
 
-def _metadata(parameters: Mapping[str, str]) -> dict[str, str]:
+def metadata_filter(parameters: Mapping[str, str]) -> dict[str, str]:
+    """The pairs of `metadata[key]=value`.
+
+    Raises:
+        ApiError
+    """
     pairs = {name[9:-1]: value for name, value in parameters.items() if name.startswith("metadata[")}
     try:
         return metadata_of(pairs)

@@ -1,14 +1,17 @@
 """How this deployment shows jobs to the caller at hand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import Depends, Request
+from rushes_core.campaigns.statements import hold_reasons
+from rushes_core.holds import CAMPAIGN
 from rushes_core.models import Job
 from rushes_core.served_model import ServedModel
 from rushes_core.states import JobState, states_with_status
-from rushes_core.video import Video, video_of
+from rushes_core.video import QueueReason, Video, video_of
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.deps import AppState, CurrentCaller, query
 from rushes_api.eta import Forecast
@@ -30,8 +33,13 @@ class View:
     forecast: Forecast
     only_openais_words: bool
 
-    def video(self, job: Job, *, num_ahead: int | None = None) -> Video:
-        """`job` as it is shown; `num_ahead` where somebody counted the jobs before it."""
+    def video(self, job: Job, *, num_ahead: int | None = None, campaign_reason: QueueReason | None = None) -> Video:
+        """`job` as it is shown.
+
+        Args:
+            num_ahead: jobs before it in the queue, where somebody counted them.
+            campaign_reason: why its campaign opens none, where somebody asked for `campaign_reasons`.
+        """
         return video_of(
             job,
             self.model,
@@ -39,6 +47,7 @@ class View:
             num_ahead=num_ahead,
             eta=self.forecast.eta(job, num_ahead),
             is_paused=self.pauses.has(job.project),
+            campaign_reason=campaign_reason,
             is_drained=self.forecast.is_drained,
             only_openais_words=self.only_openais_words,
         )
@@ -49,6 +58,15 @@ class View:
         if self.only_openais_words and status == "failed":
             return (*states, JobState.CANCELLED, JobState.EXPIRED)
         return states
+
+
+async def campaign_reasons(jobs: Sequence[Job], session: AsyncSession) -> dict[str, QueueReason | None]:
+    """By the id of each campaign of which one of `jobs` waits to be opened: why it opens none now."""
+    ids = {job.campaign_id for job in jobs if job.hold == CAMPAIGN and job.campaign_id is not None}
+    if not ids:
+        return {}
+    rows = (await session.execute(hold_reasons(ids))).all()
+    return {row.id: cast("QueueReason | None", row.hold_reason) for row in rows}
 
 
 async def _view(request: Request, caller: CurrentCaller, state: AppState) -> View:

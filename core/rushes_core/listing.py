@@ -23,6 +23,13 @@ MAX_WALKED = 10_000
 
 _METADATA = Job.request.op("->")(literal_column("'metadata'")).cast(JSONB)
 
+# an array of few ids, by the index that each campaign has of its names
+_NAMED = """jobs.id = ANY (ARRAY(
+    SELECT named.id FROM campaigns, LATERAL (
+        SELECT id FROM jobs AS own WHERE own.campaign_id = campaigns.id AND own.custom_id = :custom_id
+    ) AS named WHERE campaigns.project = :named_project
+))"""
+
 Statement = TypeVar("Statement", bound=Select[*tuple[Any, ...]])
 
 
@@ -37,6 +44,8 @@ class Filters:
     """Not listed itself."""
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     """Pairs that the job's metadata has, maybe among others."""
+    campaign_id: str | None = None
+    custom_id: str | None = None
 
 
 def page(*, project: str, filters: Filters, after: str | None, limit: int, descending: bool) -> Select[Job]:
@@ -109,8 +118,26 @@ class _Scan:
             Job.project == any_(literal([self.project], ARRAY(Text()))),
             Job.deleted_at.is_(None),
             *self._bounds(),
+            *self._in_campaign(),
             *([] if state is None else [in_states(state)]),
         ]
+
+    def _in_campaign(self) -> list[ColumnElement[bool]]:
+        campaign_id, custom_id = self.filters.campaign_id, self.filters.custom_id
+        conditions: list[ColumnElement[bool]] = []
+        if campaign_id is not None:
+            # ids of a campaign's jobs rise with their lines, and few others were drawn between them
+            of_campaign = select(Job.id).where(Job.campaign_id == campaign_id)
+            first, last = (of_campaign.order_by(order).limit(1) for order in (Job.line.asc(), Job.line.desc()))
+            conditions += [
+                Job.campaign_id == campaign_id,
+                Job.id >= first.scalar_subquery(),
+                Job.id <= last.scalar_subquery(),
+            ]
+        if custom_id is not None:
+            named = text(_NAMED).bindparams(named_project=self.project, custom_id=custom_id)
+            conditions.append(named)  # type: ignore[arg-type]
+        return conditions
 
     def _bounds(self) -> list[ColumnElement[bool]]:
         since, until = self.filters.created_from, self.filters.created_until

@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import files
-from rushes_core.fields import printable
 from rushes_core.ids import is_file_id, new_file_id
 from rushes_core.listed import Listed
 from rushes_core.models import File
 from rushes_core.moment import unix_or_none
-from rushes_core.settings import Settings
 from rushes_core.storage import content_disposition, file_key
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -21,7 +19,7 @@ from rushes_api.body import MULTIPART
 from rushes_api.content import Representation, stream
 from rushes_api.deps import AppState, FileCaller, NoQuery, Session, query
 from rushes_api.errors import ApiError, responses
-from rushes_api.limits import WINDOW_SECONDS, too_many
+from rushes_api.files import check_room, find_file, find_visible
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
 from rushes_api.upload import check_head, discard, receive, seat
@@ -106,62 +104,6 @@ def _describe(file: File) -> dict[str, Any]:
     }
 
 
-def _no_such_file(file_id: str) -> ApiError:
-    return ApiError(f"no file with id {printable(file_id)}", code="file_not_found", status=HTTPStatus.NOT_FOUND)
-
-
-async def _find(file_id: str, *, project: str, session: AsyncSession) -> File:
-    """The file of this project, which may be a tombstone.
-
-    Raises:
-        ApiError
-    """
-    found = None
-    if is_file_id(file_id):
-        found = (await session.execute(files.get(file_id, project=project))).scalar_one_or_none()
-    if found is None:
-        raise _no_such_file(file_id)
-    return found
-
-
-async def _find_visible(file_id: str, *, project: str, session: AsyncSession) -> File:
-    """
-    Raises:
-        ApiError: there is no such file, or no longer.
-    """
-    found = await _find(file_id, project=project, session=session)
-    is_visible = files.visible(project=project).where(File.id == file_id).exists().select()
-    if (await session.execute(is_visible)).scalar_one():
-        return found
-    if found.expires_at is not None and found.deleted_at in (None, found.expires_at):
-        raise ApiError(f"{file_id} has expired", code="file_expired", status=HTTPStatus.GONE)
-    raise ApiError(f"{file_id} was deleted", code="file_deleted", status=HTTPStatus.GONE)
-
-
-async def _check_room(session: AsyncSession, settings: Settings, *, project: str, num_bytes: int) -> None:
-    """
-    Raises:
-        ApiError: 429 `quota_exceeded`: the project may not have another file of so many bytes.
-    """
-    count, total = (await session.execute(files.usage(project=project))).one()
-    if count >= settings.files_max_count:
-        message = f"a project may have {settings.files_max_count} files, and this one has"
-    elif total + num_bytes > settings.files_max_total_bytes:
-        message = (
-            f"the files of a project may have {settings.files_max_total_bytes} bytes together, those of this one have "
-            f"{total}, and this file would add {num_bytes}"
-        )
-    else:
-        return
-    raise too_many(
-        f"{message}; delete some",
-        code="quota_exceeded",
-        retry_after=WINDOW_SECONDS,
-        # nobody but its owner makes room
-        headers={"x-should-retry": "false"},
-    )
-
-
 @router.post(
     "",
     response_model=FileObject,
@@ -175,7 +117,7 @@ async def create_file(request: Request, caller: FileCaller, key: SentKey, _: NoQ
     if key is None:
         # what is sent again with its key is answered again, room or not
         async with state["sessions"].begin() as session:
-            await _check_room(session, settings, project=project, num_bytes=num_declared)
+            await check_room(session, settings, project=project, num_bytes=num_declared)
     file_id = new_file_id()
     upload = state["store"].begin(file_key(project, file_id), max_bytes=settings.files_max_bytes)
     has_row = False
@@ -188,7 +130,7 @@ async def create_file(request: Request, caller: FileCaller, key: SentKey, _: NoQ
                 await session.execute(files.lock_project(project))
                 made = (await session.execute(files.get(file_id, project=project))).scalar_one_or_none()
                 if made is None:
-                    await _check_room(session, settings, project=project, num_bytes=wanted.bytes)
+                    await check_room(session, settings, project=project, num_bytes=wanted.bytes)
                     after = wanted.expires_after
                     values = wanted.model_dump(exclude={"expires_after"})
                     seconds = None if after is None else after.seconds
@@ -215,20 +157,20 @@ async def list_files(
     wanted = wanted_page(parameters, key_of=lambda one: one if is_file_id(one) else None, what="a file")
     purpose = parameters.get("purpose")
     if purpose is not None:
-        purpose = one_of("purpose", purpose, files.PURPOSES)
+        purpose = one_of("purpose", purpose, files.ALL_PURPOSES)
     statement = wanted.rows(files.visible(project=caller.project, purpose=purpose), File.id)
     return FileList.of((await session.execute(statement)).scalars().all(), _object, limit=wanted.limit)
 
 
 @router.get("/{file_id}", responses=responses("file_not_found", "file_deleted", "file_expired"))
 async def get_file(file_id: str, caller: FileCaller, _: NoQuery, session: Session) -> FileObject:
-    return _object(await _find_visible(file_id, project=caller.project, session=session))
+    return _object(await find_visible(file_id, project=caller.project, session=session))
 
 
 @router.delete("/{file_id}", responses=responses("file_not_found"))
 async def delete_file(file_id: str, caller: FileCaller, _: NoQuery, session: Session) -> DeletedFile:
     """Remove the file for good. Repeated, it answers alike."""
-    await _find(file_id, project=caller.project, session=session)
+    await find_file(file_id, project=caller.project, session=session)
     await session.execute(files.delete_file(file_id, project=caller.project))
     return DeletedFile(id=file_id, object="file", deleted=True)
 
@@ -275,7 +217,7 @@ _CONDITIONS: dict[str, Any] = {
 async def get_file_content(file_id: str, request: Request, caller: FileCaller, _: NoQuery, state: AppState) -> Response:
     # not the request's session: a slow store or client must not hold a connection to Postgres
     async with state["sessions"].begin() as session:
-        file = await _find_visible(file_id, project=caller.project, session=session)
+        file = await find_visible(file_id, project=caller.project, session=session)
     return await stream(
         Representation(
             store=state["store"],

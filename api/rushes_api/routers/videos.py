@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import jobs
+from rushes_core.holds import CAMPAIGN
 from rushes_core.ids import is_video_id
 from rushes_core.listing import page
+from rushes_core.models import Job
 from rushes_core.parsing import unsupported
 from rushes_core.request import FROM_TEXT, ResolvedRequest
 from rushes_core.states import JobState
-from rushes_core.video import Video, is_held
+from rushes_core.video import QueueReason, Video, is_held
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
@@ -37,7 +39,7 @@ from rushes_api.polling import poll_after_ms
 from rushes_api.quota import check_priority
 from rushes_api.validation import VideoValidation, draft_of, estimate_of, validation_of
 from rushes_api.video_filters import FILTER_PARAMETERS, filters_of
-from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery
+from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery, campaign_reasons
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -124,7 +126,12 @@ async def list_videos(
         descending=wanted.descending,
     )
     rows = (await session.execute(statement)).scalars().all()
-    return answer(VideoList.of(rows, view.video, limit=wanted.limit))
+    reasons = await campaign_reasons(rows, session)
+
+    def shown(job: Job) -> Video:
+        return view.video(job, campaign_reason=reasons.get(job.campaign_id or ""))
+
+    return answer(VideoList.of(rows, shown, limit=wanted.limit))
 
 
 @router.get(
@@ -134,12 +141,18 @@ async def list_videos(
     openapi_extra={"parameters": [PREFER_HEADER]},
 )
 async def get_video(job: CurrentJob, parameters: ViewQuery, state: AppState, view: CurrentView) -> Response:
-    waits = job.state is JobState.QUEUED and not is_held(job)
+    waits = job.state is JobState.QUEUED and not is_held(job) and job.hold != CAMPAIGN
     num_ahead = await state["lookup"].num_ahead_or_none(job) if waits else None
-    video = view.video(job, num_ahead=num_ahead)
+    reason = await _campaign_reason(job, state) if job.hold == CAMPAIGN else None
+    video = view.video(job, num_ahead=num_ahead, campaign_reason=reason)
     poll_after = poll_after_ms(job, num_ahead, video.eta)
     headers = {} if poll_after is None else {"openai-poll-after-ms": str(poll_after)}
     return answer(video, headers=headers)
+
+
+async def _campaign_reason(job: Job, state: State) -> QueueReason | None:
+    async with state["sessions"].begin() as session:
+        return (await campaign_reasons([job], session)).get(job.campaign_id or "")
 
 
 @router.delete("/{video_id}", response_model=VideoDeleted)

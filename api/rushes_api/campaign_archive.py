@@ -1,0 +1,145 @@
+"""The clips of a campaign in one ZIP file, made while it is sent: nothing of it lies on a disk, or in memory but for a
+piece of a clip and the names of those that are in it."""
+
+# zipstream is not typed
+# pyright: standard
+
+import csv
+import io
+import re
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any, cast
+
+from anyio import CapacityLimiter, from_thread, to_thread
+from rushes_core.campaigns.output import Item, Show, csv_head, csv_rows, guarded
+from rushes_core.campaigns.tables import Campaign
+from rushes_core.errors import ObjectMissing
+from rushes_core.log import get_logger
+from rushes_core.models import Job
+from rushes_core.storage import ObjectStore, bucket_of_result
+from rushes_core.stored import stored_variants
+from rushes_core.variants import VIDEO
+from zipstream import ZIP_STORED, ZipStream
+
+from rushes_api.campaign_pages import PAGE, Chosen, Sessions, items
+
+log = get_logger(__name__)
+
+MANIFEST = "manifest.csv"
+MISSING = "missing.csv"
+"""Lists the clips that were to be here and are not."""
+_MAX_NAME = 120
+# what may be part of a name everywhere, alone and in lower case only: some file systems take A and a for the same
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
+_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.ASCII)
+"""Names that are no files on Windows."""
+_OWN = frozenset({"manifest", "missing"})
+
+
+def member_name(job: Job) -> str:
+    """Name of a job's clip: its `custom_id` where that is a name everywhere, and otherwise what is left of it with the
+    line, which makes it one of a kind: no plain name has a `~`."""
+    wanted = job.custom_id or ""
+    is_plain = _PLAIN.fullmatch(wanted) and len(wanted) <= _MAX_NAME and not wanted.endswith(".")
+    if is_plain and not _DEVICES.fullmatch(wanted) and wanted not in _OWN:
+        return f"{wanted}{VIDEO.extension}"
+    kept = _UNSAFE.sub("_", wanted)[:_MAX_NAME].strip("._") or "line"
+    return f"{kept}~{job.line}{VIDEO.extension}"
+
+
+class Archive:
+    """
+    Args:
+        show: how a job looks to its client, for the manifest.
+        limiter: threads that may wait for the store.
+    """
+
+    def __init__(
+        self, campaign: Campaign, *, sessions: Sessions, store: ObjectStore, show: Show, limiter: CapacityLimiter
+    ) -> None:
+        self._campaign = campaign
+        self._sessions = sessions
+        self._store = store
+        self._show = show
+        self._limiter = limiter
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The file, piece by piece. When it is not read on, nothing more is asked of the store.
+
+        Raises:
+            StorageError: the store failed in the middle of a clip.
+        """
+        pieces = self._pieces()
+        try:
+            while piece := await to_thread.run_sync(next, pieces, b"", limiter=self._limiter):
+                yield piece
+        finally:
+            pieces.close()
+
+    def _pieces(self) -> Generator[bytes]:
+        archive = ZipStream(compress_type=ZIP_STORED, sized=False)
+        missing: list[tuple[Any, ...]] = []
+        for item in self._items(Chosen.part("output")):
+            job = cast("Job", item)
+            name = member_name(job)
+            try:
+                clip = self._open(job)
+            except ObjectMissing:
+                log.warning("clip_missing", job_id=job.id)
+                missing.append((name, job.custom_id, job.line, job.id, "it is no longer in the store"))
+                continue
+            if clip is None:
+                missing.append((name, job.custom_id, job.line, job.id, "it was removed when its retention ended"))
+                continue
+            try:
+                archive.add(clip, name, size=stored_variants(job)[VIDEO.name].bytes)
+                yield from _non_empty(archive.file())
+            finally:
+                cast("Generator[bytes]", clip).close()
+        archive.add(self._manifest(), MANIFEST)
+        yield from _non_empty(archive.file())
+        if missing:
+            archive.add(_table(missing), MISSING)
+            yield from _non_empty(archive.file())
+        yield from _non_empty(archive.finalize())
+
+    def _open(self, job: Job) -> Iterator[bytes] | None:
+        """The bytes of a clip; None: it was removed on purpose.
+
+        Raises:
+            ObjectMissing
+        """
+        stored = stored_variants(job).get(VIDEO.name)
+        if stored is None:
+            return None
+        store = self._store.in_bucket(bucket_of_result(job.request, job.result or {}))
+        return store.read(stored.key, 0, stored.bytes - 1)
+
+    def _manifest(self) -> Iterator[bytes]:
+        yield csv_head()
+        yield from csv_rows(self._items(Chosen.part("all")), self._show)
+
+    def _items(self, chosen: Chosen) -> Iterator[Item]:
+        """All of them, from a thread of the event loop's."""
+        after: int | None = 0
+        while after is not None:
+            page, after = from_thread.run(self._page, chosen, after)
+            yield from page
+
+    async def _page(self, chosen: Chosen, after: int) -> tuple[list[Item], int | None]:
+        async with self._sessions.begin() as session:
+            return await items(session, self._campaign.id, chosen, after=after, limit=PAGE)
+
+
+def _table(rows: list[tuple[Any, ...]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    writer.writerow(("name", "custom_id", "line", "video_id", "reason"))
+    writer.writerows([guarded(cell) for cell in row] for row in rows)
+    return b"\xef\xbb\xbf" + text.getvalue().encode()
+
+
+def _non_empty(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    # an empty piece would look like the end
+    return (piece for piece in pieces if piece)
