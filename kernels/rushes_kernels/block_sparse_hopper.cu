@@ -1,5 +1,6 @@
-// Block-sparse attention for sm_90a, compiled by NVRTC. Two kernels: `merge_lists` turns the key tiles of GROUP query
-// tiles into one shared list, `attend` streams those tiles through shared memory past one warpgroup a query tile.
+// Block-sparse attention for sm_90a, compiled by NVRTC behind hopper.cuh. Two kernels: `merge_lists` turns the key tiles
+// of GROUP query tiles into one shared list, `attend` streams those tiles through shared memory past one warpgroup a query
+// tile.
 //
 // A tile is ROWS x DIM bf16. One producer warp loads key and value tiles into a ring of STAGES slots by TMA. Each of
 // GROUP consumer warpgroups holds its query tile as A fragments and its output in registers and computes, a tile at a
@@ -13,15 +14,7 @@
 // Waiting for place X after place P, with X - P <= MAX_STEP: P was loaded only after P - STAGES >= X - BARRIERS, the
 // barrier's previous use, had been given back by all, so that use is over and parity tells it from X.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
-constexpr int ROWS = 64, DIM = 128, GROUP = 3, STAGES = 6, BARRIERS = 32, MAX_STEP = BARRIERS - STAGES;
-constexpr int TILE_BYTES = ROWS * DIM * 2, SLOT_BYTES = 2 * TILE_BYTES;
+constexpr int GROUP = 3, STAGES = 6, BARRIERS = 32, MAX_STEP = BARRIERS - STAGES;
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
 constexpr int MERGE_THREADS = 256;
 constexpr int NUM_CLASSES = (1 << GROUP) - 1;
@@ -58,33 +51,6 @@ struct Plan {
     }
 };
 
-// ---- instructions
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_if(u32 barrier, bool condition) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared.b64 _, [%0]; }" ::"r"(barrier),
-                 "r"((int)condition)
-                 : "memory");
-}
-// With the time hint the waiting warp sleeps; without it, it takes issue slots from the others.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1, 0x989680;\n"
-        "@p bra done;\n"
-        "bra again;\n"
-        "done: }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
 // One tile: 64 rows of 2 panels of 64 columns, each panel in rows of 128 bytes with the 128-byte swizzle.
 __device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int row, u32 barrier) {
     asm volatile(
@@ -92,74 +58,6 @@ __device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int 
             "r"(target),
         "l"(map), "r"(0), "r"(row), "r"(0), "r"(barrier)
         : "memory");
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// The compiler must neither move nor copy accumulators while products are in flight.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart. Keys are K-major; values MN-major, their two
-// panels 8192 bytes apart. `low` is an address >> 4, to which constants are added.
-constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, KEYS_LOW = 1u << 16, VALUES_LOW = 512u << 16;
-constexpr u32 PANEL = 512, KEYS_STEP = 2, VALUES_STEP = 128, VALUES_OFFSET = TILE_BYTES >> 4;
-__device__ __forceinline__ u64 descriptor(u32 low) {
-    return (u64)DESCRIPTOR_HIGH << 32 | low;
-}
-
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define A4(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-#define P16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define P16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define P16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define P16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// d = a b^T (+ d): 16 of the 128 channels of 16, 32 or 64 keys
-__device__ __forceinline__ void score(float (&d)[8], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
-        "%12, p, 1, 1, 0; }"
-        : F4(d, 0), F4(d, 4)
-        : A4(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void score(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" P16_0 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-        : F16(d, 0)
-        : A4(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void score(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" P16_0 ", " P16_1
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        : F16(d, 0), F16(d, 16)
-        : A4(a), "l"(b), "r"(add));
-}
-// d += a b: 16 keys, all 128 channels
-__device__ __forceinline__ void accumulate(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" P16_0 ", " P16_1 ", " P16_2 ", " P16_3
-        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-        : A4(a), "l"(b));
 }
 
 // ---- attention
@@ -201,102 +99,6 @@ struct Walk {
         low = __shfl_sync(~0u, ((ring.slots & 0x3ffff) + slot * SLOT_BYTES) >> 4, 0);
     }
 };
-
-// What a thread holds of its warpgroup's query tile: of rows lane / 4 and lane / 4 + 8 of the warp's 16, the output
-// columns 8 i + lane % 4 * 2 and the next, the reference of the softmax, the score above which it has to move, as an
-// integer, and this thread's part of the sum.
-struct Rows {
-    u32 q[DIM / 16][4];
-    float out[64], reference[2], sum[2];
-    int limit[2];
-};
-
-// Finite, so that a difference of two of them is 0 and not NaN.
-constexpr float LOWEST = -1e30f;
-// The reference of rows past a tile's size: their weights are 0. Products of zeros cost less power, the kernel's limit.
-constexpr float HIGHEST = 1e30f;
-// References move only when a row has outgrown its own by 2^10: the same reference divides out again, exactly.
-constexpr float MAX_GROWTH = 10.f;
-constexpr int ALWAYS = -2147483647 - 1;
-
-// Read as integers, floats from 0 on are in order and above all negative ones: three of them are compared by one
-// instruction. A negative limit cannot be told that way; such rows, which are rare, look closely at every tile.
-__device__ __forceinline__ int limit_of(float reference, float log2_scale) {
-    const float limit = reference + MAX_GROWTH / log2_scale;
-    return limit < 0 ? ALWAYS : __float_as_int(limit);
-}
-
-// RAGGED: fewer than KEYS keys may be valid.
-template <int KEYS, bool RAGGED>
-__device__ __forceinline__ void attend_tile(Rows& rows, Walk& walk, float log2_scale, int lane) {
-    const u32 low = walk.low;
-    const int valid = (walk.entry >> 16 & 63) + 1;
-    float s[KEYS / 2];
-    pin(s);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < DIM / 16; k++)
-        score(s, rows.q[k], descriptor((low | KEYS_LOW) + k / 4 * PANEL + k % 4 * KEYS_STEP), k > 0);
-    wgmma_commit();
-    walk.advance();
-    wgmma_wait();
-    pin(s);
-
-    if (RAGGED) {
-        const int column = lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; i++) {
-            if (8 * i + column >= valid) s[4 * i] = s[4 * i + 2] = LOWEST;
-            if (8 * i + column + 1 >= valid) s[4 * i + 1] = s[4 * i + 3] = LOWEST;
-        }
-    }
-    int top[2] = {ALWAYS, ALWAYS};
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2)
-        top[i / 2 % 2] = __vimax3_s32(top[i / 2 % 2], __float_as_int(s[i]), __float_as_int(s[i + 1]));
-    // the branch also keeps the compiler from sinking the exponentials below the next wait
-    if (__any_sync(~0u, top[0] > rows.limit[0] || top[1] > rows.limit[1])) {
-        float factor[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float high = rows.reference[r];
-#pragma unroll
-            for (int i = 2 * r; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-            // what happens to a row is up to itself alone
-            if (__float_as_int(high) <= rows.limit[r]) high = rows.reference[r];
-            factor[r] = exp2_fast((rows.reference[r] - high) * log2_scale);
-            rows.reference[r] = high;
-            rows.limit[r] = limit_of(high, log2_scale);
-            rows.sum[r] *= factor[r];
-        }
-#pragma unroll
-        for (int i = 0; i < 64; i++) rows.out[i] *= factor[i / 2 % 2];
-    }
-
-    const float shift[2] = {-rows.reference[0] * log2_scale, -rows.reference[1] * log2_scale};
-    float sum[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) {
-        s[i] = exp2_fast(fmaf(s[i], log2_scale, shift[i / 2 % 2]));
-        sum[i / 2 % 2] += s[i];
-    }
-    rows.sum[0] += sum[0];
-    rows.sum[1] += sum[1];
-    u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) p[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
-
-    pin(rows.out);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++)
-        accumulate(rows.out, p[k], descriptor((low + VALUES_OFFSET | VALUES_LOW) + k * VALUES_STEP));
-    wgmma_commit();
-    wgmma_wait();
-    pin(rows.out);
-}
 
 __device__ __forceinline__ void produce(const Ring& ring, const TensorMap* keys, const TensorMap* values,
                                         const int* units, int max_units, const Plan& plan, int lane) {
@@ -348,21 +150,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
         const int tile = plan.first_tile(units[u]) + user;
         const bool present = tile < plan.end_tile(units[u]);
         const i64 offset = ((i64)head * plan.num_tiles + (present ? tile : 0)) * (ROWS * DIM / 2) + at;
-#pragma unroll
-        for (int k = 0; k < DIM / 16; k++) {
-            rows.q[k][0] = queries[offset + k * 8];
-            rows.q[k][1] = queries[offset + k * 8 + 8 * DIM / 2];
-            rows.q[k][2] = queries[offset + k * 8 + 4];
-            rows.q[k][3] = queries[offset + k * 8 + 4 + 8 * DIM / 2];
-        }
-#pragma unroll
-        for (int i = 0; i < 64; i++) rows.out[i] = 0;
         const int spare = (present ? sizes[tile] : 0) - at / (DIM / 2);
-        rows.reference[0] = spare > 0 ? LOWEST : HIGHEST;
-        rows.reference[1] = spare > 8 ? LOWEST : HIGHEST;
-        rows.sum[0] = rows.sum[1] = 0;
-        rows.limit[0] = limit_of(rows.reference[0], log2_scale);
-        rows.limit[1] = limit_of(rows.reference[1], log2_scale);
+        begin_rows(rows, queries + offset, queries + offset + 8 * DIM / 2, spare, log2_scale);
 
         const int length = plan.lengths[list * (1 + GROUP) + 1 + user];
         walk.begin(plan.own_list(list, user));
@@ -371,35 +160,31 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
             const u32 empty = walk.empty;
             barrier_wait(walk.full, walk.parity);
             // most tiles are whole and its own: one comparison
+            const u32 low = walk.low;
             const int what = walk.entry >> 16;
+            const auto advance = [&] { walk.advance(); };
             if (what == ROWS - 1) {
-                attend_tile<64, false>(rows, walk, log2_scale, lane);
+                attend_tile<64, false>(rows, low, 64, log2_scale, lane, advance);
             } else if (walk.entry & TOUCH) {
                 walk.advance();
             } else if (what < 16) {
-                attend_tile<16, true>(rows, walk, log2_scale, lane);
+                attend_tile<16, true>(rows, low, what + 1, log2_scale, lane, advance);
             } else if (what < 32) {
-                attend_tile<32, true>(rows, walk, log2_scale, lane);
+                attend_tile<32, true>(rows, low, what + 1, log2_scale, lane, advance);
             } else {
-                attend_tile<64, true>(rows, walk, log2_scale, lane);
+                attend_tile<64, true>(rows, low, what + 1, log2_scale, lane, advance);
             }
             barrier_arrive_if(empty, lane == 0);
         }
 
         float inverse[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float sum = rows.sum[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            inverse[r] = sum == 0 ? 0 : 1 / sum;
-        }
+        finish_rows(rows, inverse);
         if (present) {
             u32* out = outputs + offset;
 #pragma unroll
             for (int i = 0; i < DIM / 8; i++) {
-                out[i * 4] = pack_bf16(rows.out[4 * i] * inverse[0], rows.out[4 * i + 1] * inverse[0]);
-                out[i * 4 + 8 * DIM / 2] = pack_bf16(rows.out[4 * i + 2] * inverse[1], rows.out[4 * i + 3] * inverse[1]);
+                out[i * 4] = pack(rows.out[4 * i] * inverse[0], rows.out[4 * i + 1] * inverse[0]);
+                out[i * 4 + 8 * DIM / 2] = pack(rows.out[4 * i + 2] * inverse[1], rows.out[4 * i + 3] * inverse[1]);
             }
         }
     }

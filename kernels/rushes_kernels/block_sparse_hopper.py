@@ -18,6 +18,7 @@ from rushes_kernels.nvrtc import Module, TensorMap, pointer
 # as in the source
 ROWS, DIM, GROUP, STAGES, BARRIERS = 64, 128, 3, 6, 32
 MAX_TILES = 4096
+MACROS = (f"DIM={DIM}", "TYPE=0", f"TILE_ROWS={ROWS}")
 MERGE_THREADS = 256
 TERMINATORS = 2
 _SHARED_MEMORY = STAGES * 2 * ROWS * DIM * 2 + 8 * (BARRIERS + STAGES) + 1024
@@ -100,7 +101,13 @@ class _Plan(ctypes.Structure):
 
 @cache
 def _module(device: torch.device) -> Module:
-    return Module(Path(__file__).with_suffix(".cu"), device, one_generation=True)
+    return Module(
+        Path(__file__).with_suffix(".cu"),
+        device,
+        macros=MACROS,
+        prelude=Path(__file__).with_name("hopper.cuh"),
+        one_generation=True,
+    )
 
 
 @cache

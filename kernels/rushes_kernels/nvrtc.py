@@ -117,7 +117,7 @@ class Module:
 
 
 class TensorMap(ctypes.Structure):
-    """A view of bf16 tiles of 64 rows x 128 channels, that the copy engine swizzles into shared memory."""
+    """A view of a bf16 or fp16 tensor in tiles, that the copy engine swizzles into shared memory."""
 
     _align_ = 64
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
@@ -125,15 +125,26 @@ class TensorMap(ctypes.Structure):
     # before Python 3.13, ctypes does not know `_align_`
     @classmethod
     def of(cls, x: Tensor) -> "TensorMap":
-        rows = x.numel() // 128
+        """Tiles of 64 rows x 128 channels, as two panels of 64 channels: a row of one is as long as the swizzle."""
+        return cls._encoded(x, (64, x.numel() // 128, 2), (256, 128), (64, 64, 2))
+
+    @classmethod
+    def of_heads(cls, x_BNHD: Tensor, tile_rows: int) -> "TensorMap":
+        """Tiles of `tile_rows` tokens of one head of 64 channels; tokens past the last one are read as zeros."""
+        B, N, H, D = x_BNHD.shape
+        return cls._encoded(x_BNHD, (D, H, N, B), (2 * D, 2 * H * D, 2 * N * H * D), (D, 1, tile_rows, 1))
+
+    @classmethod
+    def _encoded(
+        cls, x: Tensor, sizes: tuple[int, ...], byte_strides: tuple[int, ...], box: tuple[int, ...]
+    ) -> "TensorMap":
         storage = (ctypes.c_char * (ctypes.sizeof(cls) + 64))()
         tensor_map = cls.from_buffer(storage, -ctypes.addressof(storage) % 64)
-        bf16, swizzle_128, promote_256 = 9, 3, 3
-        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        # two panels of 64 channels: a row of a panel is as long as the swizzle
+        types, swizzle_128, promote_256 = {torch.float16: 6, torch.bfloat16: 9}, 3, 3
+        u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, len(sizes)
         _call(
-            "cuTensorMapEncodeTiled", ctypes.byref(tensor_map), bf16, 3, ctypes.c_void_p(x.data_ptr()),
-            (u64 * 3)(64, rows, 2), (u64 * 2)(256, 128), (u32 * 3)(64, 64, 2), (u32 * 3)(1, 1, 1),
+            "cuTensorMapEncodeTiled", ctypes.byref(tensor_map), types[x.dtype], rank, ctypes.c_void_p(x.data_ptr()),
+            (u64 * rank)(*sizes), (u64 * (rank - 1))(*byte_strides), (u32 * rank)(*box), (u32 * rank)(*[1] * rank),
             0, swizzle_128, promote_256, 0,
         )  # fmt: skip
         return tensor_map

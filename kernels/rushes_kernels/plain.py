@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-OPERATIONS = ("norm_rows", "swiglu", "pack_heads", "norm_rotate_heads")
+OPERATIONS = ("norm_rows", "swiglu", "pack_heads", "norm_rotate_heads", "attend_heads")
 
 _plain: set[str] = set()
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from rushes_kernels.heads_attention import attend_heads
 from rushes_kernels.norm import Update, norm_rotate_heads_, norm_rows_
 from rushes_kernels.swiglu import swiglu
 from torch import Tensor
@@ -177,8 +178,7 @@ class _Block:
         qkv = F.linear(y_SM, *self._to_qkv)
         qkv_BNhD = rearrange(qkv, "(B N) (h D) -> B N h D", B=B, h=3 * self._num_heads)
         norm_rotate_heads_(qkv_BNhD, 2 * self._num_heads, cos, sin, self._eps)
-        q, k, v = rearrange(qkv_BNhD, "B N (three H) D -> three B H N D", three=3)
-        out = rearrange(F.scaled_dot_product_attention(q, k, v), "B H N D -> (B N) (H D)")
+        out = rearrange(attend_heads(qkv_BNhD), "B N H D -> (B N) (H D)")
         attended = Update(F.linear(out, *self._to_out), self._scale1[None])
 
         y_SM = norm_rows_(x_SM, self._norm2, self._eps, update=attended, dtype=dtype)
