@@ -71,21 +71,21 @@ def test_units_are_the_same_behind_start_codes_and_lengths(
     monkeypatch.setattr(encode, "validate_clip", keep)
     frames = moving_frames(NUM_FRAMES) if kind == "moving" else flat_frames(NUM_FRAMES, (9, 90, 200))
     again = decoded_from_file(make_clip(tmp_path / "clip.mp4", frames))
-    assert again.digests == seen[0].digests
+    assert again.packets == seen[0].packets
     assert again.parameter_sets == seen[0].parameter_sets
     assert (again.num_frames, again.variance(), again.moves) == (NUM_FRAMES, seen[0].variance(), seen[0].moves)
 
 
 def another_picture(picture: Picture) -> None:
-    picture.digests[5] = picture.digests[6]
+    picture.packets[5] = picture.packets[6]
 
 
 def a_packet_more(picture: Picture) -> None:
-    picture.digests.append(picture.digests[-1])
+    picture.packets.append(picture.packets[-1])
 
 
 def a_packet_fewer(picture: Picture) -> None:
-    picture.digests.pop()
+    picture.packets.pop()
 
 
 def other_sets(picture: Picture) -> None:

@@ -4,7 +4,6 @@ An encoder hands over NAL units behind start codes; a file holds the same units 
 to one form, so that a file can be shown to hold what was decoded before it was written.
 """
 
-import hashlib
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
@@ -44,9 +43,9 @@ class Picture:
         self.moves = False
         """Whether any part of any frame differs from the first."""
         self.parameter_sets = parameter_sets(extradata)
-        self._start_codes = has_start_codes(extradata)
-        self.digests: list[bytes] = []
-        """Of every packet, in the order they came."""
+        self._start_codes = _has_start_codes(extradata)
+        self.packets: list[bytes] = []
+        """Their NAL units behind lengths, as a file holds them, in the order they came."""
         self._first_blocks: np.ndarray | None = None
         self._time_base = time_base
         self._size = f"{width}x{height}"
@@ -65,7 +64,8 @@ class Picture:
             InvalidClip: a frame is not as it should be.
             av.FFmpegError: the packet cannot be decoded.
         """
-        self.digests.append(packet_digest(packet, start_codes=self._start_codes))
+        data = bytes(packet)
+        self.packets.append(_behind_lengths(data) if self._start_codes else data)
         self._take(self._decoder.decode(packet))
 
     def finish(self) -> None:
@@ -150,21 +150,13 @@ class PictureBehind:
         self._thread.shutdown(cancel_futures=True)
 
 
-def packet_digest(packet: av.Packet, *, start_codes: bool) -> bytes:
-    """Of the NAL units of a packet, the same behind start codes and behind lengths of four bytes."""
-    data = bytes(packet)
-    if start_codes:
-        data = b"".join(len(unit).to_bytes(_LENGTH_BYTES, "big") + unit for unit in _units(data))
-    return hashlib.sha256(data).digest()
-
-
 def parameter_sets(extradata: bytes) -> list[bytes]:
     """The sequence and picture parameter sets of a stream, from start codes or from an avcC record.
 
     Raises:
         InvalidClip: the record is cut short, or its lengths have another number of bytes than four.
     """
-    if has_start_codes(extradata):
+    if _has_start_codes(extradata):
         return [unit for unit in _units(extradata) if unit[0] & 31 in _PARAMETER_SETS]
     require(len(extradata) > 6 and extradata[0] == 1, "the video stream has no avcC record")
     require_equal("bytes of a NAL unit's length", (extradata[4] & 3) + 1, _LENGTH_BYTES)
@@ -181,9 +173,13 @@ def parameter_sets(extradata: bytes) -> list[bytes]:
     return found
 
 
-def has_start_codes(extradata: bytes) -> bool:
+def _has_start_codes(extradata: bytes) -> bool:
     """Whether a stream with these parameter sets has start codes, and no lengths, in front of its NAL units."""
     return extradata.startswith((b"\0\0\1", b"\0\0\0\1"))
+
+
+def _behind_lengths(data: bytes) -> bytes:
+    return b"".join(len(unit).to_bytes(_LENGTH_BYTES, "big") + unit for unit in _units(data))
 
 
 def _units(data: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ from av.error import FFmpegError
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
 from rushes_worker.media.errors import InvalidClip, require, require_equal
-from rushes_worker.media.picture import Picture, packet_digest, parameter_sets
+from rushes_worker.media.picture import Picture, parameter_sets
 
 AAC_FRAME_SAMPLES = 1024
 
@@ -278,8 +278,8 @@ def _read(
         elif packet.size and decoded is None:
             picture.add(packet)
         elif packet.size:
-            require(found < len(picture.digests), f"the file must have {len(picture.digests)} packets, it has more")
-            same = packet_digest(packet, start_codes=False) == picture.digests[found]
+            require(found < len(picture.packets), f"the file must have {len(picture.packets)} packets, it has more")
+            same = bytes(packet) == picture.packets[found]
             require(same, f"packet {found} of the picture is not the one that was decoded")
             require(
                 packet.pts is not None and packet.pts * time_base == Fraction(found, FPS),
@@ -289,7 +289,7 @@ def _read(
     if decoded is None:
         picture.finish()
     else:
-        require_equal("number of packets of the picture", found, len(picture.digests))
+        require_equal("number of packets of the picture", found, len(picture.packets))
         require_equal("parameter sets of the picture", parameter_sets(extradata), picture.parameter_sets)
     return picture, sound
 
