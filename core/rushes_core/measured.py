@@ -8,6 +8,7 @@ from typing import Self
 from sqlalchemy import Select, TextClause, select, text
 
 from rushes_core.models import RESULT_RETAINED, MeasuredTime
+from rushes_core.states import Phase
 
 MEASURE_SECONDS = 10.0
 """How often `measure` is run."""
@@ -95,6 +96,8 @@ def measured_shape(model: str, *, width: int, height: int, num_frames: int) -> S
     )
 
 
+_ON_RANKS = (Phase.ENCODING, Phase.DENOISING, Phase.DECODING)
+
 Shape = tuple[int, int, int]
 """Width, height and frames."""
 
@@ -111,8 +114,16 @@ class Run:
 
     p50: float
     p90: float
+    busy: float
+    """Of `p50`, the seconds for which the ranks are taken: the next clip begins when they are free."""
     num_jobs: int
     """That were measured; 0: in proportion to other shapes."""
+
+    @classmethod
+    def of(cls, row: MeasuredTime) -> Self:
+        on_ranks = sum(float(row.phases.get(phase.value, 0.0)) for phase in _ON_RANKS)
+        p90 = max(row.run_p50, row.run_p90 or row.run_p80)
+        return cls(row.run_p50, p90, min(row.run_p50, on_ranks) or row.run_p50, row.num_jobs)
 
 
 @dataclass(frozen=True)
@@ -124,21 +135,14 @@ class RunTimes:
     @classmethod
     def of(cls, rows: Iterable[MeasuredTime]) -> Self:
         """From rows of `measured`."""
-        return cls(
-            {
-                (row.width, row.height, row.num_frames): Run(
-                    row.run_p50, max(row.run_p50, row.run_p90 or row.run_p80), row.num_jobs
-                )
-                for row in rows
-            }
-        )
+        return cls({(row.width, row.height, row.num_frames): Run.of(row) for row in rows})
 
     def run(self, shape: Shape) -> Run | None:
         """Of clips of this shape; None: nothing was measured yet, of any shape."""
         if shape in self.shapes or self.seconds_per_cost is None:
             return self.shapes.get(shape)
         p50 = cost_of(shape) * self.seconds_per_cost
-        return Run(p50, p50 * self.spread, 0)
+        return Run(p50, p50 * self.spread, p50 * self.busy_share, 0)
 
     @cached_property
     def num_jobs(self) -> int:
@@ -156,3 +160,9 @@ class RunTimes:
         """How much longer nine of ten runs take at most than half of them."""
         p50 = sum(run.num_jobs * run.p50 for run in self.shapes.values())
         return sum(run.num_jobs * run.p90 for run in self.shapes.values()) / p50 if p50 else 1.0
+
+    @cached_property
+    def busy_share(self) -> float:
+        """Of the seconds that clips run, those for which the ranks are taken."""
+        p50 = sum(run.num_jobs * run.p50 for run in self.shapes.values())
+        return sum(run.num_jobs * run.busy for run in self.shapes.values()) / p50 if p50 else 1.0

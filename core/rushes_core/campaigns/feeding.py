@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -273,6 +273,7 @@ class _Tending:
             changes["proof_state"] = "running"
         if standing.num_late:
             session.execute(_CLOSE_LATE, {"campaign": campaign.id})
+            standing = replace(standing, num_open=standing.num_open - standing.num_late, num_late=0)
         surplus = standing.num_live - (campaign.max_parallel or standing.num_live)
         if surplus > 0:
             session.execute(_CLOSE_LATEST, {"campaign": campaign.id, "count": surplus})
@@ -299,7 +300,7 @@ class _Tending:
         )
         if choice.opened:
             self._open_jobs(session, standing, choice.opened, stop_at)
-        num_live = standing.num_live - standing.num_late + len(choice.opened)
+        num_live = standing.num_live + len(choice.opened)
         reason = None
         if choice.is_spent and (not num_live or (budget.left or 0) <= 0):
             reason = "budget"
@@ -309,7 +310,7 @@ class _Tending:
             # nothing to open as yet: what it was held for may still be so
             reason = campaign.hold_reason if campaign.hold_reason in ("budget", "window") else None
         self._note(session, standing, changes | {"hold_reason": reason})
-        return standing.num_open - standing.num_late + len(choice.opened)
+        return standing.num_open + len(choice.opened)
 
     def _budget(self, session: Session, standing: Standing) -> Budget:
         """What is left when everything that runs or may be claimed has run as long as nine of ten such clips."""
