@@ -140,6 +140,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="run a worker: replicas of the model on this machine's devices")
     worker.add_argument("--layout", default="r1s1", help="replicas and GPUs of each (default r1s1)")
     worker.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    worker.add_argument("--nodes", type=int, default=1, help="machines that share the ranks of one replica: 1 or 2")
+    worker.add_argument("--node-rank", type=int, default=0, help="which of them this is: 0, unless it joins")
+    worker.add_argument("--join", metavar="HOST", help="be the second node of the replica whose first node is HOST")
     worker.set_defaults(run=_worker)
 
     commands.add_parser("dispatcher", help="wake workers and sweep lost leases").set_defaults(run=_dispatcher)
@@ -202,9 +205,16 @@ def _api(arguments: argparse.Namespace) -> int:
 def _worker(arguments: argparse.Namespace) -> int:
     settings = load_settings()
 
+    if arguments.join is not None:
+        from rushes_worker import node
+
+        return node.run(settings, join=arguments.join, device=arguments.device)
+    if arguments.node_rank != 0:
+        raise UsageError(f"--node-rank {arguments.node_rank}: every node but the first is started with --join HOST")
+
     from rushes_worker import launcher
 
-    return launcher.run(settings, layout=arguments.layout, device=arguments.device)
+    return launcher.run(settings, layout=arguments.layout, device=arguments.device, nodes=arguments.nodes)
 
 
 def _dispatcher(arguments: argparse.Namespace) -> int:

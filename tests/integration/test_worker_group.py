@@ -1,16 +1,19 @@
 """A rank group by itself: started, watched and ended as one, on the scripted pipeline."""
 
+import multiprocessing.connection
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rushes_worker.commands import Done, Failed, Outcome, Refused, Report, Stopped, UnitReady
+from rushes_worker.commands import Boot, Done, Failed, Outcome, Ready, Refused, Report, Stopped, UnitReady
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
+from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
 from support.processes import is_alive
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually
 
 StartGroup = Callable[..., RankGroup]
 
@@ -118,6 +121,40 @@ def test_two_ranks_share_the_units_and_stop_together(start_group: StartGroup, tm
         render(group, tmp_path, "[die rank 1 at step 3]")
     assert group.ended
     assert not any(is_alive(pid) for pid in group.pids)
+
+
+def test_rank_of_another_epoch_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    env = rank_environment(kind="cpu", visible=(), threads=1, interface="lo")
+    boot = Boot(
+        rank=0,
+        sp=2,
+        epoch=2,
+        device="cpu",
+        pipeline=SCRIPTED,
+        options=(),
+        checkpoint=tmp_path,
+        rendezvous=(tmp_path / "rendezvous").as_uri(),
+        token="new",
+        listener=None,
+        collective_timeout_seconds=60,
+        log_level="INFO",
+        log_json=True,
+    )
+    stale = LocalRanks([replace(boot, rank=1, epoch=1, token="old")], env=env)
+    # it is where they meet before they are
+    eventually(lambda: (tmp_path / "rendezvous").exists() and (tmp_path / "rendezvous").stat().st_size)
+    new = LocalRanks([boot, replace(boot, rank=1)], env=env)
+    try:
+        ready: set[int] = set()
+        while ready != {0, 1}:
+            readable = multiprocessing.connection.wait(new.waitables, 5)
+            ready |= {rank for rank, report in new.receive(readable) if isinstance(report, Ready)}
+            assert not new.exits()
+        assert not multiprocessing.connection.wait(stale.waitables, 0)
+    finally:
+        new.end()
+        stale.end()
 
 
 def test_silence_ends_the_group_and_shows_where_it_hung(

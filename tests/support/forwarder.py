@@ -69,7 +69,12 @@ class Forwarder:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
+                try:
+                    server = socket.create_connection(self._target)
+                except OSError:
+                    # nobody is behind the door yet, or any more
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 self._start(_copy, client, server)
                 self._start(_copy, server, client)

@@ -1,6 +1,7 @@
 """Workers for tests: real processes on the scripted pipeline, and the jobs that they run.
 
-`python -m support.worker LAYOUT DEVICE` runs one.
+`python -m support.worker LAYOUT DEVICE NODES` runs one, `python -m support.worker join HOST:PORT` the node that joins
+another's.
 """
 
 import json
@@ -21,6 +22,7 @@ from rushes_core.ids import new_video_id
 from rushes_core.models import Job, JobAttempt, JobEvent, Replica
 from rushes_core.settings import Settings, get_settings
 from rushes_core.states import FINAL_STATES, JobState
+from rushes_worker import node
 from rushes_worker.child import settings_environment
 from rushes_worker.launcher import run
 from sqlalchemy import create_engine, func, select, text, update
@@ -235,13 +237,17 @@ class Worker:
         *,
         layout: str = "r1s1",
         device: str = "cpu",
+        nodes: int = 1,
         env: dict[str, str] | None = None,
     ) -> None:
+        self._start(settings, log, [layout, device, str(nodes)], env)
+
+    def _start(self, settings: Settings, log: Path, arguments: Sequence[str], env: dict[str, str] | None) -> None:
         self.log = log
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "support.worker", layout, device],
+                [sys.executable, "-P", "-m", "support.worker", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -291,5 +297,19 @@ class Worker:
         return children(self._process.pid)
 
 
+class JoiningNode(Worker):
+    """A running `rushes worker --join`."""
+
+    def __init__(self, settings: Settings, log: Path, address: str, *, env: dict[str, str] | None = None) -> None:
+        self._start(settings, log, ["join", address], env)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    if arguments[0] == "join":
+        return node.run(get_settings(), join=arguments[1], device="cpu")
+    layout, device, nodes = arguments
+    return run(get_settings(), layout=layout, device=device, nodes=int(nodes))
+
+
 if __name__ == "__main__":
-    sys.exit(run(get_settings(), layout=sys.argv[1], device=sys.argv[2]))
+    sys.exit(_main(sys.argv[1:]))

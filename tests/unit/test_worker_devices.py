@@ -68,6 +68,12 @@ class TestFindDevices:
         assert "supports CUDA 13.0" in str(refusal.value)
         assert "torch is built for CUDA 13.0" in str(refusal.value)
 
+    def test_node_needs_the_devices_of_its_own_ranks(self) -> None:
+        assert find_devices(Layout.parse("r1s8"), "cuda", nodes=2, driver=HOPPERS).visible == ("0", "1", "2", "3")
+        two = Driver(0, 13000, ("H200",) * 2, ((9, 0),) * 2)
+        with pytest.raises(ValueError, match="r1s8 needs 4 CUDA devices on each of 2 nodes, found 2"):
+            find_devices(Layout.parse("r1s8"), "cuda", nodes=2, driver=two)
+
     def test_list_that_cuda_cuts_short_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VISIBLE, "0,99")
         driver = Driver(0, 13000, ("H200",), ((9, 0),))

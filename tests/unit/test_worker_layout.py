@@ -29,3 +29,14 @@ def test_degree_that_cannot_split_the_heads_is_refused(sp: int) -> None:
 def test_number_of_replicas_is_bounded(replicas: int) -> None:
     with pytest.raises(ValueError, match=rf"replicas must be in 1..64, got {replicas}"):
         Layout.parse(f"r{replicas}s1")
+
+
+def test_two_nodes_run_half_of_the_ranks_each() -> None:
+    assert [Layout.parse(text).ranks_per_node(2) for text in ("r1s2", "r1s8")] == [1, 4]
+    assert Layout.parse("r2s4").ranks_per_node(1) == 8
+
+
+@pytest.mark.parametrize(("layout", "nodes"), [("r1s7", 2), ("r1s1", 2), ("r2s4", 2), ("r1s8", 3), ("r1s8", 0)])
+def test_layout_that_nodes_cannot_share_is_refused(layout: str, nodes: int) -> None:
+    with pytest.raises(ValueError, match=r"one replica of an even number of ranks|nodes must be 1 or 2, got"):
+        Layout.parse(layout).ranks_per_node(nodes)

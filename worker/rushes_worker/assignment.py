@@ -18,10 +18,12 @@ class Assignment:
     replica: int
     kind: str
     visible: tuple[str, ...]
+    nodes: int = 1
+    """Machines that share the replica's ranks; this one runs the first of them."""
 
     def arguments(self) -> list[str]:
         """The command line that `parse` reads."""
-        return [str(self.layout), str(self.replica), self.kind, ",".join(self.visible)]
+        return [str(self.layout), str(self.replica), self.kind, ",".join(self.visible), str(self.nodes)]
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Self:
@@ -30,5 +32,7 @@ class Assignment:
         parser.add_argument("replica", type=int)
         parser.add_argument("kind", choices=("cpu", "cuda"))
         parser.add_argument("visible")
+        parser.add_argument("nodes", type=int)
         found = parser.parse_args(arguments)
-        return cls(found.layout, found.replica, found.kind, tuple(filter(None, found.visible.split(","))))
+        visible = tuple(filter(None, found.visible.split(",")))
+        return cls(found.layout, found.replica, found.kind, visible, found.nodes)

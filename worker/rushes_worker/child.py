@@ -45,11 +45,20 @@ def end_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def has_exited(child: subprocess.Popen[bytes]) -> bool:
-    """Whether `child` has ended, without reaping it: until `wait` its number cannot be another process's."""
+def exit_status(child: subprocess.Popen[bytes]) -> int | None:
+    """The `returncode` of `child` once it has ended, without reaping it: until `wait` its number cannot be another
+    process's."""
     if child.returncode is not None:
-        return True
-    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return child.returncode
+    ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def has_exited(child: subprocess.Popen[bytes]) -> bool:
+    """Whether `child` has ended."""
+    return exit_status(child) is not None
 
 
 def how_it_ended(returncode: int) -> str:

@@ -22,8 +22,12 @@ class Boot:
     """`module:callable`, a `PipelineFactory`."""
     options: tuple[str, ...]
     checkpoint: Path
-    rendezvous: Path
-    """File by which the ranks of this epoch find each other; of no other epoch."""
+    rendezvous: str
+    """URL by which the ranks of this epoch find each other: `file://` on one node, `tcp://` between two."""
+    token: str
+    """Of this epoch alone: ranks of another one that came upon the same address would not meet these."""
+    listener: int | None
+    """Descriptor of the socket that listens at a `tcp://` rendezvous; rank 0 has it."""
     collective_timeout_seconds: float
     log_level: str
     log_json: bool

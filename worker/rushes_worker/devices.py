@@ -89,10 +89,12 @@ def visible_devices(value: str | None) -> tuple[str, ...] | None:
     return entries
 
 
-def find_devices(layout: Layout, kind: str, *, driver: Driver | None = None) -> Devices:
-    """The devices for `layout` on `kind`: `cpu`, `cuda`, or `auto`, which is CUDA where it works.
+def find_devices(layout: Layout, kind: str, *, nodes: int = 1, driver: Driver | None = None) -> Devices:
+    """The devices for this machine's part of `layout` on `kind`: `cpu`, `cuda`, or `auto`, which is CUDA where it
+    works.
 
     Args:
+        nodes: machines that share the layout's ranks.
         driver: what the driver says; asked if not given.
 
     Raises:
@@ -100,6 +102,7 @@ def find_devices(layout: Layout, kind: str, *, driver: Driver | None = None) -> 
     """
     if kind not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device must be cpu, cuda or auto, got {kind!r}")
+    num_ranks = layout.ranks_per_node(nodes)
     if kind == "cpu":
         return Devices("cpu", ())
     entries = visible_devices(os.environ.get(VISIBLE))
@@ -115,10 +118,11 @@ def find_devices(layout: Layout, kind: str, *, driver: Driver | None = None) -> 
     if driver.status not in (0, _NO_DEVICE):
         hint = ": the driver and its library differ" if driver.status == _DRIVER_MISMATCH else ""
         raise ValueError(f"device cuda does not work: {found}{hint}")
-    if len(driver.names) < layout.num_ranks:
+    if len(driver.names) < num_ranks:
         where = "" if entries is None else f" with {VISIBLE}={os.environ[VISIBLE]}"
+        here = "" if nodes == 1 else f" on each of {nodes} nodes"
         raise ValueError(
-            f"layout {layout} needs {layout.num_ranks} CUDA devices, found {len(driver.names)}{where}: {found}"
+            f"layout {layout} needs {num_ranks} CUDA devices{here}, found {len(driver.names)}{where}: {found}"
         )
     if entries is None:
         entries = tuple(map(str, range(len(driver.names))))
@@ -128,7 +132,7 @@ def find_devices(layout: Layout, kind: str, *, driver: Driver | None = None) -> 
                 f"device {entry} ({name}) has compute capability {capability[0]}.{capability[1]}, "
                 f"needed is {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
             )
-    return Devices("cuda", entries[: layout.num_ranks])
+    return Devices("cuda", entries[:num_ranks])
 
 
 def torch_cuda_build() -> str | None:

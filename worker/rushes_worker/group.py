@@ -5,38 +5,36 @@ starts another one under the next epoch.
 """
 
 import multiprocessing.connection
-import os
-import signal
+import secrets
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
-from rushes_worker.child import environment_without_secrets, has_exited, how_it_ended, spawn
 from rushes_worker.commands import Boot, Command, Failed, Ready, Render, Report, Stop, Unfit
-from rushes_worker.devices import VISIBLE
+from rushes_worker.layout import NODES
+from rushes_worker.local_ranks import LocalRanks, rank_environment
+from rushes_worker.network import interface_of
+from rushes_worker.node_link import NodeLink
 from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.remote_ranks import RemoteRanks
 
 log = get_logger(__name__)
 
 _TICK_SECONDS = 0.5
 """How often the ranks' processes are looked at; their sockets tell at once."""
 _DUMP_SECONDS = 1.0
-_REAP_SECONDS = 5.0
 
 
 class GroupLost(WorkerLost):
-    """A rank ended, or all fell silent; no process of the group is left.
+    """A rank ended, the other node was lost, or all fell silent; no process of the group is left on this machine.
 
-    `rank` is the one that ended; None if the group was ended for its silence.
+    `rank` is the one that ended; None if the group was ended for another reason.
     """
 
     def __init__(self, message: str, *, rank: int | None) -> None:
@@ -67,6 +65,8 @@ class GroupPlan:
     log_json: bool
     options: tuple[str, ...] = ()
     """Options of the pipeline."""
+    host: str = ""
+    """Address by which the other node's ranks find these; empty where there is no other node."""
 
 
 class RankGroup:
@@ -75,9 +75,10 @@ class RankGroup:
     Args:
         epoch: counts the groups of this supervisor.
         directory: the replica's scratch directory, for the rendezvous of this epoch.
+        link: to the node that runs the second half of the ranks; None where all are of this machine.
     """
 
-    def __init__(self, plan: GroupPlan, *, epoch: int, directory: Path) -> None:
+    def __init__(self, plan: GroupPlan, *, epoch: int, directory: Path, link: NodeLink | None = None) -> None:
         self.epoch = epoch
         self.ended = False
         self._plan = plan
@@ -86,15 +87,15 @@ class RankGroup:
         self._patience: float | None = None
         self._heard_at = 0.0
         self._waiting_for = ""
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
-        self._open: dict[Connection, int] = {}
         self._devices: dict[int, Ready] = {}
         self._failed: set[int] = set()
-        self._silenced: set[int] = set()
         self._rendezvous = directory / f"rendezvous-{epoch}"
-        for rank in range(plan.sp):
-            self._spawn(rank)
+        self._remote: RemoteRanks | None = None
+        if link is None:
+            self._local = self._start(self._boots(self._rendezvous.as_uri()), interface="lo")
+        else:
+            self._local, self._remote = self._start_with(link)
+        self._parts = [self._local] if self._remote is None else [self._local, self._remote]
         self.expect(plan.start_timeout_seconds, "loading")
         log.info("group_starting", epoch=epoch, pids=self.pids)
 
@@ -104,7 +105,8 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._ranks]
+        """Of the ranks of this machine."""
+        return self._local.pids
 
     @property
     def devices(self) -> list[Ready]:
@@ -140,58 +142,41 @@ class RankGroup:
         """What the ranks said, each with the rank's number; empty when something of `others` is readable, or in time.
 
         Raises:
-            GroupLost: a rank ended, or all were silent for too long. The group has ended.
+            GroupLost: a rank ended, the other node was lost, or all were silent for too long. The group has ended.
             GroupUnfit: the ranks can never be loaded as asked. The group has ended.
         """
         reports = self._receive(timeout, others)
+        if self._remote is not None and self._remote.is_lost:
+            self.end("node_lost")
+            raise GroupLost("The other node of the worker was lost.", rank=None)
         for rank, report in reports:
             self._note(rank, report)
         if reports:
             self._heard_at = time.monotonic()
             return reports
-        for rank, process in enumerate(self._ranks):
-            # a rank that reported its failure leaves because of it; the render's owner decides what that means
-            if rank not in self._failed and (rank in self._silenced or has_exited(process)):
-                self._lose(rank)
+        for part in self._parts:
+            for rank, how in part.exits().items():
+                # a rank that reported its failure leaves because of it; the render's owner decides what that means
+                if rank not in self._failed:
+                    self._lose(rank, how)
         if self._patience is not None and time.monotonic() - self._heard_at > self._patience:
             self._time_out(self._patience)
         return []
 
     def end(self, reason: str, **fields: Any) -> None:
-        """Kill what is left of the group and wait for it."""
+        """Kill what is left of the group and wait for it; what is of the other node ends there as soon as it hears."""
         if self.ended:
             return
         self.ended = True
-        for process in self._ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for rank, process in enumerate(self._ranks):
-            try:
-                process.wait(_REAP_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.error("rank_unkillable", rank=rank, pid=process.pid)
-        for connection in self._connections:
-            connection.close()
+        for part in self._parts:
+            part.end()
         self._rendezvous.unlink(missing_ok=True)
         log.info("group_ended", epoch=self.epoch, reason=reason, **fields)
 
-    def _spawn(self, rank: int) -> None:
+    def _boots(self, rendezvous: str) -> list[Boot]:
         plan = self._plan
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._ranks.append(
-                spawn(
-                    "rushes_worker.rank",
-                    [str(theirs.fileno())],
-                    env=self._environment(),
-                    pass_fds=(theirs.fileno(),),
-                )
-            )
-        connection = Connection(ours.detach())
-        self._connections.append(connection)
-        self._open[connection] = rank
-        self._send(
-            rank,
+        token = secrets.token_hex(16)
+        return [
             Boot(
                 rank=rank,
                 sp=plan.sp,
@@ -200,51 +185,45 @@ class RankGroup:
                 pipeline=plan.pipeline,
                 options=plan.options,
                 checkpoint=plan.checkpoint,
-                rendezvous=self._rendezvous,
+                rendezvous=rendezvous,
+                token=token,
+                listener=None,
                 # a rank may wait for a slower one as long as the group may be silent, and a little longer: the
                 # supervisor's deadline is the one that says what was waited for
                 collective_timeout_seconds=max(plan.start_timeout_seconds, plan.stage_timeout_seconds) + 30,
                 log_level=plan.log_level,
                 log_json=plan.log_json,
-            ),
-        )
+            )
+            for rank in range(plan.sp)
+        ]
 
-    def _environment(self) -> dict[str, str]:
-        env = environment_without_secrets()
-        if self._plan.kind == "cuda":
-            env[VISIBLE] = ",".join(self._plan.visible)
-        for name, value in {
-            "OMP_NUM_THREADS": str(self._plan.threads),
-            # ranks that spin while they wait take the cores that the others compute on
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TOKENIZERS_PARALLELISM": "false",
-        }.items():
-            env.setdefault(name, value)
-        return env
+    def _start(
+        self, boots: Sequence[Boot], *, interface: str | None, listener: socket.socket | None = None
+    ) -> LocalRanks:
+        plan = self._plan
+        env = rank_environment(kind=plan.kind, visible=plan.visible, threads=plan.threads, interface=interface)
+        return LocalRanks(boots, env=env, listener=listener)
 
-    def _send(self, rank: int, command: Boot | Command) -> None:
-        # a rank that is gone is noticed by the next wait
-        with suppress(OSError):
-            self._connections[rank].send(command)
+    def _start_with(self, link: NodeLink) -> tuple[LocalRanks, RemoteRanks]:
+        """The first ranks here, where they wait for the others, and the others at the end of `link`."""
+        host, num_local = self._plan.host, self._plan.sp // NODES
+        # bound before anybody is told, so that no other process can have the port
+        with socket.create_server((host, 0)) as listener:
+            boots = self._boots(f"tcp://{host}:{listener.getsockname()[1]}")
+            local = self._start(boots[:num_local], interface=interface_of(host), listener=listener)
+        return local, RemoteRanks(boots[num_local:], epoch=self.epoch, link=link)
+
+    def _send(self, rank: int, command: Command) -> None:
+        part = self._local if self._remote is None or rank < self._plan.sp // NODES else self._remote
+        part.send(rank, command)
 
     def _receive(self, timeout: float, others: Sequence[Any]) -> list[tuple[int, Report]]:
         seconds = min(timeout, _TICK_SECONDS)
         if self._patience is not None:
             seconds = min(seconds, self._heard_at + self._patience - time.monotonic())
-        readable = multiprocessing.connection.wait([*self._open, *others], max(0.0, seconds))
-        reports: list[tuple[int, Report]] = []
-        for connection, rank in list(self._open.items()):
-            if connection not in readable:
-                continue
-            try:
-                while connection.poll():
-                    reports.append((rank, connection.recv()))
-            except (EOFError, OSError):
-                del self._open[connection]
-                self._silenced.add(rank)
-                self._await_exit(rank)
-        return reports
+        waitables = [one for part in self._parts for one in part.waitables]
+        readable = multiprocessing.connection.wait([*waitables, *others], max(0.0, seconds))
+        return [report for part in self._parts for report in part.receive(readable)]
 
     def _note(self, rank: int, report: Report) -> None:
         if isinstance(report, Ready):
@@ -256,24 +235,15 @@ class RankGroup:
             self.end("unfit")
             raise GroupUnfit(report.message)
 
-    def _await_exit(self, rank: int) -> None:
-        """Wait for rank's process, whose socket has closed, to be gone: moments, unless a driver holds it."""
-        deadline = time.monotonic() + _REAP_SECONDS
-        while not has_exited(self._ranks[rank]) and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-    def _lose(self, rank: int) -> None:
+    def _lose(self, rank: int, how: str | None) -> None:
         self.end("rank_died", rank=rank)
-        process = self._ranks[rank]
-        ended = "could not be ended" if process.returncode is None else how_it_ended(process.returncode)
-        log.warning("rank_died", epoch=self.epoch, rank=rank, pid=process.pid, ended=ended)
+        ended = how or "could not be ended"
+        log.warning("rank_died", epoch=self.epoch, rank=rank, ended=ended)
         raise GroupLost(f"Rank {rank} of the worker {ended}.", rank=rank)
 
     def _time_out(self, seconds: float) -> None:
-        for process in self._ranks:
-            if not has_exited(process):
-                # writes the stacks of its threads to the log
-                process.send_signal(signal.SIGUSR1)
+        for part in self._parts:
+            part.dump_stacks()
         time.sleep(_DUMP_SECONDS)
         self.end("deadline", waiting_for=self._waiting_for, seconds=seconds)
         raise GroupLost(f"The ranks of the worker were silent for {seconds:g} s of {self._waiting_for}.", rank=None)

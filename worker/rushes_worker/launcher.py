@@ -17,7 +17,9 @@ from rushes_core.storage import ObjectStore
 from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
-from rushes_worker.layout import Layout
+from rushes_worker.layout import NODES, Layout
+from rushes_worker.network import interface_of
+from rushes_worker.node_link import secret_of
 from rushes_worker.scratch import check_directory
 
 log = get_logger(__name__)
@@ -42,12 +44,12 @@ class _Replica:
 class Launcher:
     """Keeps the supervisors of one worker running until it is asked to stop or one of them is unfit."""
 
-    def __init__(self, settings: Settings, layout: Layout, devices: Devices) -> None:
+    def __init__(self, settings: Settings, layout: Layout, devices: Devices, *, nodes: int = 1) -> None:
         self._settings = settings
         self._environment = settings_environment(settings)
         self._stop = threading.Event()
         self._replicas = [
-            _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout)))
+            _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout), nodes))
             for replica in range(layout.replicas)
         ]
 
@@ -118,7 +120,15 @@ def _check_buckets(store: ObjectStore) -> None:
             log.warning("store_unreachable", bucket=one.bucket, error=str(error))
 
 
-def run(settings: Settings, *, layout: str, device: str = "auto") -> int:
+def _check_node(settings: Settings) -> None:
+    """Raise `ValueError` when the other node of a replica could not join."""
+    if not settings.node_host:
+        raise ValueError(f"RUSHES_NODE_HOST is empty: where the other of {NODES} nodes finds this one")
+    interface_of(settings.node_host)
+    secret_of(settings.node_secret.get_secret_value())
+
+
+def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1) -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
     What is wrong with layout, checkpoint, devices, scratch directory or buckets is printed, and nothing is claimed.
@@ -126,25 +136,28 @@ def run(settings: Settings, *, layout: str, device: str = "auto") -> int:
     Args:
         layout: `rRsS`, R replicas of S ranks each.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is any.
+        nodes: machines that share the ranks of the one replica; this is the first, the other joins it.
     """
     configure_logging(settings.log_level, json=settings.log_json)
     try:
         wanted = Layout.parse(layout)
         load_contract(settings.checkpoint)
-        devices = find_devices(wanted, device)
+        devices = find_devices(wanted, device, nodes=nodes)
+        if nodes > 1:
+            _check_node(settings)
         check_directory(settings.scratch)
         _check_buckets(ObjectStore(settings))
     except (ValueError, CheckpointError) as error:
         print(f"rushes worker: {error}", file=sys.stderr, flush=True)
         return 1
-    launcher = Launcher(settings, wanted, devices)
+    launcher = Launcher(settings, wanted, devices, nodes=nodes)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         launcher.request_stop()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    log.info("worker_started", layout=str(wanted), device=devices.kind, visible=devices.visible)
+    log.info("worker_started", layout=str(wanted), device=devices.kind, visible=devices.visible, nodes=nodes)
     status = launcher.run()
     log.info("worker_stopped", status=status)
     return status

@@ -9,6 +9,8 @@ MODEL_HEADS = 56
 
 SERVED_DEGREES = tuple(s for s in range(1, 9) if MODEL_HEADS % s == 0)
 MAX_REPLICAS = 64
+NODES = 2
+"""Machines that the ranks of one replica may be spread over."""
 
 _PATTERN = re.compile(r"r([0-9]{1,3})s([0-9]{1,3})")
 
@@ -46,6 +48,20 @@ class Layout:
     def num_ranks(self) -> int:
         """Ranks of all replicas together."""
         return self.replicas * self.sp
+
+    def ranks_per_node(self, nodes: int) -> int:
+        """Ranks that each of `nodes` machines runs.
+
+        Raises:
+            ValueError: the ranks cannot be spread over so many.
+        """
+        if nodes == 1:
+            return self.num_ranks
+        if nodes != NODES:
+            raise ValueError(f"nodes must be 1 or {NODES}, got {nodes}")
+        if self.replicas != 1 or self.sp % nodes:
+            raise ValueError(f"layout {self} over {nodes} nodes: expected one replica of an even number of ranks")
+        return self.sp // nodes
 
     def __str__(self) -> str:
         return f"r{self.replicas}s{self.sp}"

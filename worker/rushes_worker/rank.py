@@ -14,6 +14,8 @@ from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError
@@ -171,7 +173,7 @@ def _join(boot: Boot) -> Agreement:
     dist.init_process_group(
         # gloo beside NCCL: a flag from the host must not wait for the GPU's queue
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        init_method=boot.rendezvous.as_uri(),
+        store=_store(boot, timeout),
         rank=boot.rank,
         world_size=boot.sp,
         timeout=timeout,
@@ -184,6 +186,25 @@ def _join(boot: Boot) -> Agreement:
         return bool(word.item())
 
     return agree
+
+
+def _store(boot: Boot, timeout: timedelta) -> Any:
+    """Where the ranks of this epoch, and no others, find each other."""
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    url = urlsplit(boot.rendezvous)
+    if url.scheme == "file":
+        return PrefixStore(boot.token, FileStore(url.path, boot.sp))
+    store = TCPStore(
+        str(url.hostname),
+        int(url.port or 0),
+        boot.sp,
+        boot.rank == 0,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=boot.listener,
+    )
+    return PrefixStore(boot.token, store)
 
 
 def _build(boot: Boot) -> Pipeline:

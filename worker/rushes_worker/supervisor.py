@@ -15,13 +15,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
 import structlog
-from rushes_core.contract import load_contract
+from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import CheckpointError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.served_model import model_name
@@ -40,6 +41,8 @@ from rushes_worker.ledger import Ledger
 from rushes_worker.media.encode import EncoderSettings
 from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import MediaProcess
+from rushes_worker.node_link import NodeLink, Welcome, secret_of
+from rushes_worker.node_port import NodePort
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
@@ -68,6 +71,7 @@ class Supervisor:
         self._plan = _plan(settings, assignment)
         self._epoch = 0
         self._failures = 0
+        self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         model = model_name(settings, contract)
         self._heartbeat = Heartbeat(
             settings,
@@ -124,6 +128,8 @@ class Supervisor:
     def run(self) -> int:
         """Serve until SIGTERM; returns the exit status."""
         structlog.contextvars.bind_contextvars(replica=self._replica_id)
+        if self._port is not None:
+            self._port.start()
         log.info("replica_started", sp=self._plan.sp, device=self._plan.kind, visible=self._plan.visible)
         self._heartbeat.start()
         self._claimer.start()
@@ -144,10 +150,11 @@ class Supervisor:
 
     def _serve_one_epoch(self) -> None:
         self._pause()
+        link = self._await_node()
         if self._stopping.requested:
             return
         self._epoch += 1
-        group = RankGroup(self._plan, epoch=self._epoch, directory=self._scratch.path)
+        group = RankGroup(self._plan, epoch=self._epoch, directory=self._scratch.path, link=link)
         try:
             self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None, detail=self._detail())
             self._await_ready(group)
@@ -157,6 +164,20 @@ class Supervisor:
         finally:
             group.end("stopping")
         self._failures += 1
+
+    def _await_node(self) -> NodeLink | None:
+        """A link to the node that has the other ranks, once it has joined; None where there is none to be."""
+        if self._port is None:
+            return None
+        link = self._port.link
+        if link is None:
+            log.info("node_awaited")
+            self._heartbeat.describe(state="starting", job_id=None, detail=self._detail())
+        while link is None and not self._stopping.requested:
+            multiprocessing.connection.wait([self._wake.fileno()], self._settings.poll_seconds)
+            self._wake.clear()
+            link = self._port.link
+        return link
 
     def _await_ready(self, group: RankGroup) -> None:
         while not group.is_ready and not self._stopping.requested:
@@ -238,6 +259,8 @@ class Supervisor:
         self._claimer_wake.poke()
 
     def _close(self) -> None:
+        if self._port is not None:
+            self._port.close()
         self._claimer.close()
         self._spool.close()
         self._media.close()
@@ -248,13 +271,34 @@ class Supervisor:
         log.info("replica_stopped")
 
 
+def _node_port(
+    settings: Settings, assignment: Assignment, contract: InferenceContract, *, on_change: Callable[[], None]
+) -> NodePort | None:
+    """Where the node with the other ranks joins.
+
+    Raises:
+        ValueError: its address cannot be listened on, or there is no secret.
+    """
+    if assignment.nodes == 1:
+        return None
+    welcome = Welcome(
+        version=version("rushes"),
+        contract=contract,
+        kind=assignment.kind,
+        layout=str(assignment.layout),
+    )
+    secret = secret_of(settings.node_secret.get_secret_value())
+    return NodePort(settings.node_host, settings.node_port, secret=secret, welcome=welcome, on_change=on_change)
+
+
 def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
     cores = len(os.sched_getaffinity(0))
     return GroupPlan(
         sp=assignment.layout.sp,
         kind=assignment.kind,
         visible=assignment.visible,
-        threads=max(1, cores // assignment.layout.num_ranks),
+        threads=max(1, cores // assignment.layout.ranks_per_node(assignment.nodes)),
+        host=settings.node_host if assignment.nodes > 1 else "",
         pipeline=settings.pipeline,
         options=tuple(option for option in settings.pipeline_options.split(",") if option),
         checkpoint=settings.checkpoint,

@@ -1,0 +1,266 @@
+"""One replica over two nodes: two loopback addresses of this machine, with a door on the way between them."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from rushes_core.models import Replica
+from rushes_core.settings import Settings
+from rushes_core.states import JobState
+from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
+from support.forwarder import Forwarder
+from support.processes import is_alive
+from support.stack import SharedStack
+from support.worker import SCRIPTED, Jobs, JoiningNode, Worker, eventually, write_contract
+
+HOST = "127.0.0.2"
+SECRET = SecretStr("what two nodes know")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""What a rank of several on one machine has, or sums would be made in another order."""
+REAL = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as one:
+        port: int = one.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def settings(stack: SharedStack, tmp_path: Path) -> Settings:
+    return stack.settings(
+        checkpoint=write_contract(tmp_path / "checkpoint"),
+        pipeline=SCRIPTED,
+        scratch=tmp_path / "scratch",
+        poll_seconds=0.1,
+        heartbeat_seconds=0.2,
+        provenance="off",
+        node_host=HOST,
+        node_port=free_port(),
+        node_secret=SECRET,
+        drain_after_crashes=100,
+    )
+
+
+@pytest.fixture
+def jobs(settings: Settings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    yield jobs
+    jobs.close()
+
+
+class Pair:
+    """Both nodes of one r1s2, and the way between them."""
+
+    def __init__(self, settings: Settings, folder: Path, running: ExitStack) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._running = running
+        self.door = running.enter_context(Forwarder(f"tcp://{HOST}:{settings.node_port}"))
+        self.door.open()
+
+    def start_first(self, **changes: Any) -> Worker:
+        chosen = self._settings.model_copy(update=changes)
+        return self._running.enter_context(
+            Worker(chosen, self._folder / "first.log", layout="r1s2", nodes=2, env=ONE_THREAD)
+        )
+
+    def start_second(self, **changes: Any) -> JoiningNode:
+        # it needs neither database nor Redis nor store
+        elsewhere = {
+            "database_url": "postgresql+psycopg://nobody:nothing@127.0.0.1:1/nowhere",
+            "redis_url": "redis://127.0.0.1:1/0",
+            "s3_endpoint_url": "http://127.0.0.1:1",
+            "scratch": self._folder / "second",
+            "node_host": "",
+        }
+        chosen = self._settings.model_copy(update=elsewhere | changes)
+        return self._running.enter_context(
+            JoiningNode(chosen, self._folder / "second.log", f"127.0.0.1:{self.door.port}", env=ONE_THREAD)
+        )
+
+
+@pytest.fixture
+def pair(settings: Settings, tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as running:
+        yield Pair(settings, tmp_path, running)
+
+
+def rank_of(worker: Worker) -> int:
+    """The rank that the second node runs."""
+    (pid,) = worker.events("ranks_starting")[-1]["pids"]
+    return int(pid)
+
+
+def ready(jobs: Jobs, epoch: int) -> Replica:
+    return eventually(
+        lambda: next((one for one in jobs.replicas() if (one.state, one.epoch) == ("ready", epoch)), None)
+    )
+
+
+def test_two_nodes_make_the_clip_that_one_makes(settings: Settings, jobs: Jobs, pair: Pair, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny")
+    real = {"checkpoint": tmp_path / "tiny", "pipeline": REAL}
+    with Worker(settings.model_copy(update=real), tmp_path / "alone.log", layout="r1s2", env=ONE_THREAD) as alone:
+        on_one = jobs.wait_completed(jobs.add(model="rushes/tiny-fasth3-8-step-demo"))
+        alone.terminate()
+        assert alone.wait() == 0
+    first, second = pair.start_first(**real), pair.start_second(**real)
+    on_two = jobs.wait_completed(jobs.add(model="rushes/tiny-fasth3-8-step-demo"))
+    assert on_one.result is not None
+    assert on_two.result is not None
+    assert on_two.result["sha256"] == on_one.result["sha256"]
+    assert not list((tmp_path / "second").glob("*/render/*"))
+
+    # asked to stop, each leaves and leaves nothing
+    processes = [*first.descendants, *second.descendants]
+    first.terminate()
+    assert first.wait() == 0
+    eventually(lambda: not second.descendants)
+    second.terminate()
+    assert second.wait() == 0
+    assert not any(is_alive(pid) for pid in processes)
+    assert not [*settings.scratch.iterdir(), *(tmp_path / "second").iterdir()]
+
+
+def test_first_node_waits_for_the_second_and_claims_nothing_meanwhile(jobs: Jobs, pair: Pair) -> None:
+    first = pair.start_first()
+    job_id = jobs.add()
+    eventually(lambda: first.events("node_awaited"))
+    assert [replica.state for replica in eventually(jobs.replicas)] == ["starting"]
+    assert jobs.states(job_id) == ["queued"]
+    pair.start_second()
+    assert jobs.wait_completed(job_id).attempt == 1
+
+
+def kill_rank_of_the_second(pair: Pair, first: Worker, second: JoiningNode) -> str:
+    os.kill(rank_of(second), signal.SIGKILL)
+    return "Rank 1 of the worker was killed by SIGKILL."
+
+
+def kill_rank_of_the_first(pair: Pair, first: Worker, second: JoiningNode) -> str:
+    os.kill(first.events("group_starting")[-1]["pids"][0], signal.SIGKILL)
+    return "Rank 0 of the worker was killed by SIGKILL."
+
+
+def kill_the_second_node(pair: Pair, first: Worker, second: JoiningNode) -> str:
+    os.kill(second.pid, signal.SIGKILL)
+    second.wait()
+    return "The other node of the worker was lost."
+
+
+def freeze_the_second_node(pair: Pair, first: Worker, second: JoiningNode) -> str:
+    # the connection stays open, and nothing comes any more: what a machine that lost its power leaves
+    os.kill(second.pid, signal.SIGSTOP)
+    return "The other node of the worker was lost."
+
+
+def cut_the_link(pair: Pair, first: Worker, second: JoiningNode) -> str:
+    pair.door.shut()
+    return "The other node of the worker was lost."
+
+
+@pytest.mark.parametrize(
+    ("lose", "restore"),
+    [
+        (kill_rank_of_the_second, None),
+        (kill_rank_of_the_first, None),
+        (kill_the_second_node, lambda pair, second: pair.start_second()),
+        (freeze_the_second_node, lambda pair, second: os.kill(second.pid, signal.SIGCONT)),
+        (cut_the_link, lambda pair, second: pair.door.open()),
+    ],
+    ids=["rank-of-second", "rank-of-first", "second-node", "silent-node", "link"],
+)
+def test_loss_ends_the_group_on_both_nodes_and_the_job_runs_again(
+    jobs: Jobs,
+    pair: Pair,
+    lose: Callable[[Pair, Worker, JoiningNode], str],
+    restore: Callable[[Pair, JoiningNode], object] | None,
+) -> None:
+    first, second = pair.start_first(), pair.start_second()
+    ready(jobs, 1)
+    job_id = jobs.add("[step 0.5 on attempt 1]")
+    jobs.wait_for_step(job_id, 2)
+    ranks = [*first.events("group_starting")[-1]["pids"], rank_of(second)]
+    message = lose(pair, first, second)
+    frozen = lose is freeze_the_second_node
+    # a frozen node ends its own when it wakes up
+    eventually(lambda: not any(is_alive(pid) for pid in (ranks[:1] if frozen else ranks)), seconds=5)
+    if restore is not None:
+        eventually(lambda: jobs.get(job_id).state == JobState.QUEUED)
+        restore(pair, second)
+    job = jobs.wait_completed(job_id)
+    assert (job.attempt, job.crash_count) == (2, 1)
+    error = jobs.attempts(job_id)[0].error
+    assert error is not None
+    assert (error["code"], error["message"]) == ("worker_lost", message)
+    assert ready(jobs, 2).layout == "r1s2"
+    assert not any(is_alive(pid) for pid in ranks)
+
+
+def test_first_node_that_dies_ends_the_ranks_of_the_second(jobs: Jobs, pair: Pair) -> None:
+    first, second = pair.start_first(), pair.start_second()
+    ready(jobs, 1)
+    before = rank_of(second)
+    # its worker starts it again
+    (supervisor,) = first.supervisors
+    os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not is_alive(before), seconds=5)
+    job = jobs.wait_completed(jobs.add())
+    assert job.attempt == 1
+    assert rank_of(second) != before
+
+
+def test_stranger_is_turned_away_and_disturbs_nobody(jobs: Jobs, pair: Pair, settings: Settings) -> None:
+    first, second = pair.start_first(), pair.start_second()
+    ready(jobs, 1)
+    with socket.create_connection((HOST, settings.node_port)) as silent:
+        silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        eventually(lambda: first.events("node_turned_away"))
+    late = pair.start_second(node_secret=SecretStr("what one does not know"))
+    eventually(lambda: len(first.events("node_turned_away")) > 1)
+    late.terminate()
+    assert late.wait() == 0
+    # nor does one that knows the secret take the place of a node that is alive
+    spare = pair.start_second()
+    eventually(lambda: "another node has joined" in spare.log.read_text())
+    assert jobs.wait_completed(jobs.add()).attempt == 1
+    assert ready(jobs, 1).epoch == 1
+    assert len(second.events("ranks_starting")) == 1
+
+
+class TestRefusals:
+    def test_node_with_another_checkpoint_does_not_join(self, pair: Pair, tmp_path: Path, jobs: Jobs) -> None:
+        first = pair.start_first()
+        write_tiny_checkpoint(tmp_path / "other")
+        second = pair.start_second(checkpoint=tmp_path / "other")
+        assert second.wait() == 1
+        assert "this node's checkpoint is rushes/tiny-fasth3-8-step-demo, the first node's is fasth3-scripted" in (
+            second.log.read_text()
+        )
+        eventually(lambda: first.events("node_declined"))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"node_host": ""}, "RUSHES_NODE_HOST is empty"),
+            ({"node_secret": SecretStr("short")}, "RUSHES_NODE_SECRET must have at least 16 characters, got 5"),
+            ({"node_host": "192.0.2.1"}, "cannot be listened on for the other node"),
+        ],
+        ids=["host", "secret", "address"],
+    )
+    def test_first_node_that_none_could_join(self, pair: Pair, changes: dict[str, Any], message: str) -> None:
+        first = pair.start_first(**changes)
+        assert first.wait() == 1
+        assert message in first.log.read_text()
+
+    def test_second_node_without_the_secret(self, pair: Pair) -> None:
+        second = pair.start_second(node_secret=SecretStr(""))
+        assert second.wait() == 1
+        assert "RUSHES_NODE_SECRET must have at least 16 characters, got 0" in second.log.read_text()

@@ -1,0 +1,37 @@
+import socket
+
+import pytest
+from rushes_worker.network import interface_of
+from rushes_worker.node import parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("node-0", ("node-0", 29400)), ("10.0.0.1:5", ("10.0.0.1", 5)), ("10.0.0.1", ("10.0.0.1", 29400))],
+)
+def test_address_to_join_has_a_port_or_the_usual_one(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text, 29_400) == address
+
+
+@pytest.mark.parametrize("text", ["", ":1", "host:", "host:port", "host:0", "host:65536"])
+def test_what_is_no_address_is_refused_by_value(text: str) -> None:
+    with pytest.raises(ValueError, match="takes HOST or HOST:PORT") as refusal:
+        parse_address(text, 29_400)
+    assert repr(text) in str(refusal.value)
+
+
+def test_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.2") == "lo"
+    assert interface_of("192.0.2.1") is None
+    with pytest.raises(ValueError, match="cannot be resolved"):
+        interface_of("no-such-host.invalid")
+
+
+def test_interface_of_the_address_that_leads_out() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("no network but loopback")
+        address = probe.getsockname()[0]
+    assert interface_of(address) in {name for _, name in socket.if_nameindex()} - {"lo"}

@@ -1,0 +1,102 @@
+"""Where the first node of a replica waits for the second one, and takes it back when it returns."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from rushes_core.log import get_logger
+
+from rushes_worker.node_link import (
+    SILENCE_SECONDS,
+    Joined,
+    NodeLink,
+    NotTrusted,
+    Occupied,
+    Welcome,
+    hear,
+    is_readable,
+    prove,
+)
+
+log = get_logger(__name__)
+
+_TICK_SECONDS = 0.5
+
+
+class NodePort:
+    """Listens until it is closed. One node is joined at a time.
+
+    Args:
+        on_change: called from another thread when a node has joined or is gone.
+
+    Raises:
+        ValueError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, *, secret: bytes, welcome: Welcome, on_change: Callable[[], None]) -> None:
+        self._secret = secret
+        self._welcome = welcome
+        self._on_change = on_change
+        self._link: NodeLink | None = None
+        self._closing = threading.Event()
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ValueError(f"{host}:{port} cannot be listened on for the other node: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name="node-port", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def link(self) -> NodeLink | None:
+        """To the node that has joined; None while there is none."""
+        link = self._link
+        return None if link is None or link.is_lost else link
+
+    def close(self) -> None:
+        """Hang up and listen no more."""
+        self._closing.set()
+        self._thread.join()
+        self._listener.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if is_readable(self._listener, _TICK_SECONDS):
+                with suppress(OSError):
+                    connected, (address, *_) = self._listener.accept()
+                    self._admit(connected, address)
+
+    def _admit(self, connected: socket.socket, address: str) -> None:
+        try:
+            connection = prove(connected, self._secret, first=True)
+            try:
+                if self.link is not None:
+                    connection.send(Occupied())
+                    connected.close()
+                    return
+                connection.send(self._welcome)
+                answer = hear(connection, 10 * SILENCE_SECONDS)
+            finally:
+                connection.close()
+        except (NotTrusted, OSError) as error:
+            log.warning("node_turned_away", address=address, error=str(error))
+            connected.close()
+            return
+        if not isinstance(answer, Joined):
+            log.error("node_declined", address=address, reason=str(answer))
+            connected.close()
+            return
+        if self._link is not None:
+            self._link.close()
+        log.info("node_joined", address=address, name=answer.name)
+        self._link = NodeLink(connected, on_loss=self._lost)
+        self._on_change()
+
+    def _lost(self) -> None:
+        if not self._closing.is_set():
+            log.warning("node_lost")
+            self._on_change()
