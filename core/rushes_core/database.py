@@ -4,16 +4,18 @@ import select
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from rushes_core.settings import DatabaseSettings, Settings
+
+# only migrations need it, and every process would take a fifth longer to start
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 _CONNECT_ARGS = {
     "connect_timeout": 5,
@@ -109,11 +111,15 @@ def connect_arguments(settings: Settings) -> dict[str, Any]:
 
 def migrate(settings: Settings, revision: str = "head") -> None:
     """Bring the schema to `revision`. Safe to run from several processes at once: an advisory lock serialises them."""
+    from alembic import command
+
     command.upgrade(alembic_config(settings.database_url), revision)
 
 
-def alembic_config(database_url: str) -> Config:
+def alembic_config(database_url: str) -> "Config":
     """Alembic's configuration for the revisions that ship with Rushes."""
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(_migrations()))
     config.set_main_option("file_template", "%%(year)d%%(month).2d%%(day).2d_%%(hour).2d%%(minute).2d_%%(slug)s")

@@ -22,6 +22,13 @@ def test_control_plane_loads_nothing_of_the_gpu_plane(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint(HEAVY)
 
 
+@pytest.mark.parametrize(
+    "module", ["rushes_worker.supervisor", "rushes_core.dispatcher", "rushes_worker.webhooks.process"]
+)
+def test_what_never_migrates_does_not_load_what_migrations_need(module: str) -> None:
+    assert "alembic" not in loaded_by(f"import {module}")
+
+
 def test_starting_everything_on_one_machine_loads_no_torch_in_the_starter() -> None:
     assert "torch" not in loaded_by("import rushes_cli.up, rushes_cli.demo, rushes_worker.media.validate")
 
