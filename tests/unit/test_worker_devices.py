@@ -2,6 +2,7 @@ import pytest
 from rushes_worker import devices
 from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, visible_devices
 from rushes_worker.layout import Layout
+from rushes_worker.rank import runs_on
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-377e0049-2e4b-4f6a-8a5c-0d5f3e1b2c3d"
@@ -68,6 +69,27 @@ class TestFindDevices:
         assert "supports CUDA 13.0" in str(refusal.value)
         assert "torch is built for CUDA 13.0" in str(refusal.value)
 
+    def test_driver_older_than_the_build_is_refused_with_both_versions(self) -> None:
+        old = Driver(0, 12040, ("H200",), ((9, 0),))
+        with pytest.raises(ValueError, match=r"too old: driver supports CUDA 12\.4, .*torch is built for CUDA 13\.0"):
+            find_devices(Layout.parse("r1s1"), "auto", driver=old)
+
+    def test_parts_of_gpus_are_asked_for_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = MIG[:-1] + "e"
+        monkeypatch.setenv(VISIBLE, f"{MIG},{other},{MIG[:-1]}f")
+        seen: dict[str, tuple[str, ...]] = {MIG: ("MIG 1g",), other: ("MIG 2g",), MIG[:-1] + "f": ()}
+        monkeypatch.setattr(devices, "_ask_driver", lambda one: Driver(0, 13000, seen[one], ((9, 0),) * len(seen[one])))
+        layout = Layout.parse("r2s1")
+        found = find_devices(layout, "auto")
+        assert [found.of_replica(replica, layout) for replica in (0, 1)] == [(MIG,), (other,)]
+        with pytest.raises(ValueError, match="layout r3s1 needs 3 CUDA devices, found 2"):
+            find_devices(Layout.parse("r3s1"), "auto")
+
+    def test_parts_of_gpus_cannot_be_joined(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VISIBLE, f"{MIG},{OLD_MIG}")
+        with pytest.raises(ValueError, match=r"layout r1s2 joins 2 devices, .*s must be 1"):
+            find_devices(Layout.parse("r1s2"), "cuda", driver=HOPPERS)
+
     def test_node_needs_the_devices_of_its_own_ranks(self) -> None:
         assert find_devices(Layout.parse("r1s8"), "cuda", nodes=2, driver=HOPPERS).visible == ("0", "1", "2", "3")
         two = Driver(0, 13000, ("H200",) * 2, ((9, 0),) * 2)
@@ -81,7 +103,7 @@ class TestFindDevices:
             find_devices(Layout.parse("r1s2"), "cuda", driver=driver)
 
     def test_device_without_bfloat16_is_refused(self) -> None:
-        driver = Driver(0, 12080, ("Tesla T4",), ((7, 5),))
+        driver = Driver(0, 13000, ("Tesla T4",), ((7, 5),))
         with pytest.raises(ValueError, match=r"device 0 \(Tesla T4\) has compute capability 7.5, needed is 8.0"):
             find_devices(Layout.parse("r1s1"), "cuda", driver=driver)
 
@@ -109,3 +131,22 @@ class TestFindDevices:
     def test_unknown_device_is_refused(self) -> None:
         with pytest.raises(ValueError, match="device must be cpu, cuda or auto, got 'gpu'"):
             find_devices(Layout.parse("r1s1"), "gpu")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        (["sm_80", "sm_90"], (9, 0), True),
+        (["sm_80", "sm_90"], (8, 9), True),
+        (["sm_80", "sm_90"], (10, 0), False),
+        (["sm_80", "sm_90", "compute_90"], (12, 0), True),
+        (["sm_90a"], (9, 0), True),
+        (["sm_100a"], (10, 3), False),
+        (["sm_120"], (9, 0), False),
+        ([], (9, 0), False),
+    ],
+)
+def test_code_that_does_not_run_on_a_device_is_known(
+    architectures: list[str], capability: tuple[int, int], expected: bool
+) -> None:
+    assert runs_on(architectures, capability) is expected

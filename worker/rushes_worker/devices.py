@@ -109,7 +109,13 @@ def find_devices(layout: Layout, kind: str, *, nodes: int = 1, driver: Driver | 
     build = torch_cuda_build()
     if kind == "auto" and (build is None or entries == ()):
         return Devices("cpu", ())
-    driver = driver or _ask_driver()
+    is_mig = any(entry.upper().startswith("MIG") for entry in entries or ())
+    if is_mig and layout.sp > 1:
+        raise ValueError(
+            f"layout {layout} joins {layout.sp} devices, but {VISIBLE}={os.environ[VISIBLE]} has parts of GPUs (MIG), "
+            "which cannot be joined: s must be 1"
+        )
+    driver = driver or (_ask_driver_of_each(entries or ()) if is_mig else _ask_driver())
     if kind == "auto" and driver.has_nothing:
         return Devices("cpu", ())
     if build is None:
@@ -118,6 +124,8 @@ def find_devices(layout: Layout, kind: str, *, nodes: int = 1, driver: Driver | 
     if driver.status not in (0, _NO_DEVICE):
         hint = ": the driver and its library differ" if driver.status == _DRIVER_MISMATCH else ""
         raise ValueError(f"device cuda does not work: {found}{hint}")
+    if driver.version and driver.version // 1000 < int(build.partition(".")[0]):
+        raise ValueError(f"device cuda does not work, the driver is too old: {found}")
     if len(driver.names) < num_ranks:
         where = "" if entries is None else f" with {VISIBLE}={os.environ[VISIBLE]}"
         here = "" if nodes == 1 else f" on each of {nodes} nodes"
@@ -152,7 +160,29 @@ def _same_device(one: str, other: str) -> bool:
     return one.lower().startswith(other.lower()) or other.lower().startswith(one.lower())
 
 
-def _ask_driver() -> Driver:
+def _ask_driver_of_each(entries: tuple[str, ...]) -> Driver:
+    """What the driver says of every entry by itself: a process sees one part of a GPU, however many it names.
+
+    As in a list that CUDA reads, what comes after an entry that it does not know does not count.
+    """
+    answers: list[Driver] = []
+    for entry in entries:
+        answer = _ask_driver(entry)
+        if answer.status not in (0, _NO_DEVICE):
+            return answer
+        if not answer.names:
+            break
+        answers.append(answer)
+    return Driver(
+        0,
+        answers[0].version if answers else 0,
+        tuple(one.names[0] for one in answers),
+        tuple(one.capabilities[0] for one in answers),
+    )
+
+
+def _ask_driver(visible: str | None = None) -> Driver:
+    """What the driver says of the devices that this process would see, or one with `CUDA_VISIBLE_DEVICES=visible`."""
     try:
         answer = subprocess.run(
             [sys.executable, "-P", "-m", "rushes_worker.devices"],
@@ -160,6 +190,7 @@ def _ask_driver() -> Driver:
             text=True,
             timeout=_PROBE_SECONDS,
             check=True,
+            env=None if visible is None else os.environ | {VISIBLE: visible},
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"the CUDA driver could not be asked for its devices: {error}") from error

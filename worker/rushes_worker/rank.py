@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -146,7 +147,29 @@ def _open_device(boot: Boot) -> str:
     if ordinal >= torch.cuda.device_count():
         raise ValueError(f"{boot.device}: {build} finds {torch.cuda.device_count()} devices, needed are {boot.sp}")
     torch.cuda.set_device(ordinal)
+    capability = torch.cuda.get_device_capability(ordinal)
+    if not runs_on(torch.cuda.get_arch_list(), capability):
+        raise ValueError(
+            f"{boot.device} ({torch.cuda.get_device_name(ordinal)}) has compute capability "
+            f"{capability[0]}.{capability[1]}, {build} has code for {' '.join(torch.cuda.get_arch_list())}"
+        )
     return f"{torch.cuda.get_device_name(ordinal)}, {build}"
+
+
+def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether code for `architectures`, as torch lists them, runs on a device of `capability`.
+
+    Machine code (`sm_90`) runs on later devices of the same major version, that for one device alone (`sm_90a`) on
+    that; code to be translated (`compute_90`) on all later ones.
+    """
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")
+        made_for = (int(digits[:-1]), int(digits[-1]))
+        is_portable = kind == "compute" or made_for[0] == capability[0]
+        if made_for == capability or (made_for < capability and is_portable and not number.endswith("a")):
+            return True
+    return False
 
 
 def _memory(boot: Boot) -> tuple[int, int]:
