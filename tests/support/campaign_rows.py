@@ -99,6 +99,14 @@ class CampaignRows(JobRows):
         with Session(self.engine) as session:
             return [line for line in session.scalars(found) if line is not None]
 
+    def claimed_of(self, project: str) -> Job:
+        """The next job of a project, which is claimed as its turn comes."""
+        for _ in range(10):
+            job = self.claim()
+            if job is not None and job.project == project:
+                return job
+        raise AssertionError(f"no turn of {project} came")
+
     def start(self, job: Job) -> Job | None:
         return self.run(jobs.start(job.id, fence=job.fence or 0, lease_seconds=30))
 

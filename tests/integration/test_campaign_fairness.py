@@ -1,0 +1,200 @@
+"""Whose clips are rendered next, by GPU-seconds, weights and how long they have waited, on real Postgres."""
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import pytest
+from rushes_core import backlog, jobs
+from rushes_core.campaigns.forecast import capacities
+from rushes_core.database import create_sync_engine
+from rushes_core.models import Job, ProjectShare
+from rushes_core.settings import Settings
+from rushes_worker.ledger import Ledger
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
+from support.campaign_rows import LARGE, SMALL, CampaignRows
+from support.job_rows import MODEL
+from support.plans import generic_plan, scans
+
+SECONDS = {SMALL: 10.0, LARGE: 45.0}
+"""What clips take here, which is not in proportion to their frames and pixels."""
+HOUR_AGO = text("now() - interval '1 hour'")
+
+
+@pytest.fixture(scope="module")
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = create_sync_engine(settings)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def rows(engine: Engine) -> CampaignRows:
+    rows = CampaignRows(engine)
+    rows.clear()
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM projects WHERE name <> 'default'"))
+    return rows
+
+
+@pytest.fixture
+def ledger(settings: Settings) -> Iterator[Ledger]:
+    ledger = Ledger(settings, replica_id="worker-r0#1", model=MODEL)
+    yield ledger
+    ledger.close()
+
+
+def weigh(rows: CampaignRows, weights: Mapping[str, float]) -> None:
+    with rows.engine.begin() as connection:
+        for name, weight in weights.items():
+            values = {"name": name, "weight": weight}
+            connection.execute(text("INSERT INTO projects (name, weight) VALUES (:name, :weight)"), values)
+
+
+def play(rows: CampaignRows, *, num_replicas: int, num_jobs: int) -> dict[str, float]:
+    """GPU-seconds of each project when replicas have rendered so many clips, each for about as long as its shape takes.
+
+    Time is that of the play: what a clip took is written into its row before it completes.
+    """
+    draw = random.Random(7)
+    rendering: list[tuple[float, int, Job, float]] = []
+    spent: dict[str, float] = defaultdict(float)
+    now = 0.0
+    for number in range(num_replicas + num_jobs):
+        if len(rendering) == num_replicas:
+            now, _, job, seconds = heapq.heappop(rendering)
+            rows.complete(rows.take(seconds, job))
+            spent[job.project] += seconds
+        rows.feed()
+        job = rows.claim_and_start()
+        seconds = SECONDS[job.width, job.height, job.num_frames] * draw.uniform(0.8, 1.3)
+        heapq.heappush(rendering, (now + seconds, number, job, seconds))
+    return spent
+
+
+def virtual_time(rows: CampaignRows, project: str) -> float:
+    with Session(rows.engine) as session:
+        return session.get_one(ProjectShare, project).virtual_time
+
+
+class TestShares:
+    @pytest.mark.parametrize("is_measured", [True, False])
+    def test_projects_have_gpu_seconds_by_their_weights(self, rows: CampaignRows, is_measured: bool) -> None:
+        weights = {"one": 1.0, "another": 1.0, "double": 2.0}
+        weigh(rows, weights)
+        if is_measured:
+            for shape, seconds in SECONDS.items():
+                rows.measure(shape, p50=seconds, p90=1.3 * seconds)
+        shapes = {"one": (SMALL,), "another": (LARGE,), "double": (SMALL, LARGE, SMALL)}
+        campaigns = [rows.campaign(400, project=project, shapes=shapes[project]) for project in weights]
+        spent = play(rows, num_replicas=4, num_jobs=300)
+        for project, weight in weights.items():
+            share = spent[project] / sum(spent.values())
+            assert abs(share - weight / 4) < 0.05 * weight / 4
+        for campaign in campaigns:
+            rows.check_counts(campaign)
+
+    def test_a_claim_charges_the_seconds_that_such_clips_took_by_the_weight(self, rows: CampaignRows) -> None:
+        weigh(rows, {"double": 2})
+        rows.measure(SMALL, p50=10, p90=12)
+        rows.replica(layout="r1s4")
+        rows.add(project="other")
+        rows.add(project="double")
+        assert rows.claimed_of("double").charged == 10 * 4 / 2
+        assert virtual_time(rows, "double") == 20
+
+    def test_a_shape_that_was_not_measured_is_charged_as_others_in_proportion(self, rows: CampaignRows) -> None:
+        rows.measure(SMALL, p50=10, p90=12)
+        rows.add(project="other")
+        rows.add(project="long", num_frames=2 * SMALL[2])
+        assert rows.claimed_of("long").charged == pytest.approx(20)
+
+    def test_the_end_of_an_attempt_puts_right_what_it_took(self, rows: CampaignRows) -> None:
+        weigh(rows, {"double": 2})
+        rows.measure(SMALL, p50=10, p90=12)
+        for _ in range(2):
+            rows.add(project="other")
+            rows.add(project="double")
+        job = rows.claimed_of("double")
+        started = rows.start(job)
+        assert started is not None
+        rows.complete(rows.take(60, started))
+        assert virtual_time(rows, "double") == pytest.approx(30, abs=0.5)
+
+    def test_what_was_given_back_unstarted_costs_nothing(self, rows: CampaignRows) -> None:
+        rows.measure(SMALL, p50=10, p90=12)
+        rows.add(project="other")
+        rows.add(project="mine")
+        job = rows.claimed_of("mine")
+        assert virtual_time(rows, "mine") == 10
+        rows.run(jobs.release(job.id, fence=job.fence or 0))
+        assert virtual_time(rows, "mine") == 0
+
+    def test_a_forecast_counts_on_the_share_of_the_project(self, rows: CampaignRows) -> None:
+        weigh(rows, {"one": 1, "triple": 3})
+        for number in range(2):
+            rows.replica(f"worker-r{number}#1", layout="r2s4")
+        campaigns = [rows.campaign(project=project) for project in ("one", "triple", "triple")]
+        rows.feed()
+        with rows.engine.begin() as connection:
+            found = connection.execute(capacities(campaigns, seen_within_seconds=60)).all()
+        shares = {campaign: share for campaign, _, _, share in found}
+        assert [shares[campaign] for campaign in campaigns] == [0.25, 0.375, 0.375]
+        assert {(replicas, gpus) for _, replicas, gpus, _ in found} == {(2, 4.0)}
+        rows.run(backlog.pause_queue("triple"))
+        with rows.engine.begin() as connection:
+            found = connection.execute(capacities(campaigns[:2], seen_within_seconds=60)).all()
+        assert {campaign: share for campaign, _, _, share in found} == {campaigns[0]: 1.0, campaigns[1]: 0.0}
+
+
+class TestPatience:
+    def claimed(self, ledger: Ledger, count: int) -> list[str]:
+        claims = [ledger.claim(()) for _ in range(count)]
+        return [claim.job.id for claim in claims if claim is not None]
+
+    def test_bulk_is_not_starved_by_normal_work_without_end(self, rows: CampaignRows, ledger: Ledger) -> None:
+        bulk = [rows.add(project="patient", priority=2, run_at=HOUR_AGO).id for _ in range(3)]
+        for _ in range(60):
+            rows.add(project="endless", priority=1)
+        order = self.claimed(ledger, 60)
+        assert [order[number] for number in (19, 39, 59)] == bulk
+
+    def test_what_has_not_waited_for_long_waits_for_its_class(self, rows: CampaignRows, ledger: Ledger) -> None:
+        bulk = rows.add(priority=2, run_at=text("now() - interval '9 minutes'")).id
+        for _ in range(25):
+            rows.add(priority=1)
+        assert bulk not in self.claimed(ledger, 25)
+
+    def test_an_interactive_job_overtakes_at_the_next_claim(self, rows: CampaignRows, ledger: Ledger) -> None:
+        campaign = rows.campaign(100)
+        rows.feed()
+        assert [rows.read(job).campaign_id for job in self.claimed(ledger, 2)] == [campaign, campaign]
+        urgent = rows.add(project="urgent", priority=0).id
+        assert self.claimed(ledger, 1) == [urgent]
+
+    def test_the_one_that_has_waited_longest_of_all_projects_comes_first(self, rows: CampaignRows) -> None:
+        rows.add(project="late", priority=2, run_at=text("now() - interval '20 minutes'"))
+        oldest = rows.add(project="early", priority=1, run_at=HOUR_AGO)
+        rows.add(project="urgent", priority=0, run_at=text("now() - interval '2 hours'"))
+        overdue = jobs.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
+        assert rows.run(overdue).id == oldest.id
+        rows.run(backlog.pause_queue("late"))
+        assert rows.run(overdue) is None
+
+    def test_looking_for_it_reads_no_table_from_end_to_end(self, rows: CampaignRows) -> None:
+        with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(_MANY), {"model": MODEL})
+            connection.execute(text("ANALYZE jobs, project_shares"))
+            overdue = jobs.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
+            nodes = list(scans(generic_plan(connection, overdue)))
+            assert "ix_jobs_claimable" in {node.get("Index Name") for node in nodes}
+            assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "jobs"]
+
+
+_MANY = """
+INSERT INTO jobs (id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts)
+SELECT 'video_' || i, 'project-' || i % 50, :model, i % 3, 'x', 1, 480, 480, 107, '{}', 3
+FROM generate_series(1, 30000) AS i
+"""
