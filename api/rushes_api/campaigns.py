@@ -34,7 +34,7 @@ from rushes_api.files import check_room, find_visible
 from rushes_api.form import split_header
 from rushes_api.limits import WINDOW_SECONDS, too_many
 from rushes_api.once import Call, take_effect
-from rushes_api.quota import QUEUE_FULL_RETRY_SECONDS, check_priority
+from rushes_api.quota import QUEUE_FULL_RETRY_SECONDS, check_day, check_priority
 from rushes_api.upload import (
     FileForm,
     check_head,
@@ -274,6 +274,8 @@ async def _accept(
             columns = wanted.columns(state["model"])
             check_priority(columns["priority"], caller=caller)
             await session.execute(files.lock_project(caller.project))
+            if caller.daily_gpu_seconds is not None:
+                await check_day(session, api_key=caller.api_key, daily_gpu_seconds=caller.daily_gpu_seconds)
             await _check_place(session, state, project=caller.project)
             if sent is None:
                 columns["input_file_id"] = await _input(wanted, session, project=caller.project)

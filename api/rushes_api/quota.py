@@ -59,15 +59,23 @@ async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str |
                 retry_after=QUEUE_FULL_RETRY_SECONDS,
             )
     if daily_gpu_seconds is not None:
-        used = (await session.execute(keys.gpu_seconds_today(api_key))).scalar_one_or_none() or 0.0
-        if used >= daily_gpu_seconds:
-            raise too_many(
-                f"this API key may use {daily_gpu_seconds} GPU-seconds a day (UTC), and has used {used:.1f} today",
-                code="quota_exceeded",
-                retry_after=WINDOW_SECONDS,
-                # the day does not end within the minutes that clients repeat requests for
-                headers={"x-should-retry": "false"},
-            )
+        await check_day(session, api_key=api_key, daily_gpu_seconds=daily_gpu_seconds)
+
+
+async def check_day(session: AsyncSession, *, api_key: str, daily_gpu_seconds: int) -> None:
+    """
+    Raises:
+        ApiError: 429 `quota_exceeded`: the key's jobs have used the GPU time of the day.
+    """
+    used = (await session.execute(keys.gpu_seconds_today(api_key))).scalar_one_or_none() or 0.0
+    if used >= daily_gpu_seconds:
+        raise too_many(
+            f"this API key may use {daily_gpu_seconds} GPU-seconds a day (UTC), and has used {used:.1f} today",
+            code="quota_exceeded",
+            retry_after=WINDOW_SECONDS,
+            # the day does not end within the minutes that clients repeat requests for
+            headers={"x-should-retry": "false"},
+        )
 
 
 async def take_place(session: AsyncSession, job: Job) -> None:

@@ -14,13 +14,14 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
-from sqlalchemy import Date, Integer, Select, Update, and_, func, literal_column, or_, select, update
+from sqlalchemy import Date, Integer, Select, Update, and_, func, literal_column, or_, select, union_all, update
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.fields import PRIORITIES, Moment, shown, some_of, some_of_schema
+from rushes_core.holds import CONCURRENCY
 from rushes_core.ids import new_key_id
 from rushes_core.models import ApiKey, ApiKeyUsage, Job, Project
 from rushes_core.parsing import refusal
@@ -335,13 +336,20 @@ def lock_limits(key_id: str) -> Select[int | None, int | None]:
 
 
 def num_queued(key_id: str, *, at_most: int) -> Select[int]:
-    """Jobs of the key that wait, counted up to `at_most`."""
+    """Jobs of the key that wait, those of campaigns left out, counted up to `at_most`."""
     # a literal: a prepared statement's generic plan could not use the partial index otherwise
     is_queued = Job.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
-    waiting = (
-        select(literal_column("1", Integer)).select_from(Job).where(Job.api_key == key_id, is_queued).limit(at_most)
+    one = literal_column("1", Integer)
+    # by the index of holds: it passes over a million that wait with their campaign
+    open_, held = (
+        select(one.label("one"))
+        .where(Job.api_key == key_id, is_queued, hold, Job.campaign_id.is_(None))
+        .limit(at_most)
+        .subquery(name)
+        for name, hold in (("open", Job.hold.is_(None)), ("held", Job.hold == CONCURRENCY))
     )
-    return select(func.count()).select_from(waiting.subquery())
+    waiting = union_all(select(open_.c.one), select(held.c.one)).limit(at_most).subquery("waiting")
+    return select(func.count()).select_from(waiting)
 
 
 def gpu_seconds_today(key_id: str) -> Select[float]:

@@ -331,13 +331,17 @@ BEGIN
             SELECT id, jobs.state FROM jobs
             WHERE campaign_id = campaign AND jobs.state = old.state AND deleted_at IS NULL
                 AND finished_at <= to_timestamp((wanted ->> 'before')::double precision)
-                AND (old.state <> 'failed' OR wanted -> 'codes' IS NULL OR jsonb_exists(wanted -> 'codes', error ->> 'code'))
+                AND (
+                    old.state <> 'failed' OR wanted -> 'codes' IS NULL
+                    OR jsonb_exists(wanted -> 'codes', error ->> 'code')
+                )
             ORDER BY line LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED
         ) AS each LIMIT at_most
     ), changed AS (
         UPDATE jobs SET state = 'queued', hold = 'campaign', generation = generation + 1, attempt = 0, crash_count = 0,
             crashed_on = '{}', error_count = 0, low_memory = false, progress = 0, error = NULL, timings = '{}',
             phase = NULL, completed_steps = 0, started_at = NULL, finished_at = NULL, cancel_requested_at = NULL,
+            start_by = NULL, stop_at = NULL,
             deadline_at = CASE WHEN deadline_at > now() THEN deadline_at END,
             seed = CASE WHEN (wanted ->> 'new_seeds')::boolean THEN floor(random() * 2 ^ 53)::bigint ELSE seed END
         FROM ended WHERE jobs.id = ended.id

@@ -6,12 +6,13 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_api.app import create_app
-from rushes_core.models import File, Job
+from rushes_core.models import ApiKeyUsage, File, Job
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore, file_key
 from sqlalchemy import select, update
@@ -314,6 +315,23 @@ class TestSending:
         refused(response, 429, "quota_exceeded")
         assert response.headers["x-should-retry"] == "false"
 
+    def test_its_jobs_do_not_fill_the_queue_of_the_key(self, client: TestClient, campaigns: Campaigns) -> None:
+        key = bearer(create_key(client, max_queued=1, scopes=["batches", "videos:write"]))
+        campaign = made(client.post("/v1/campaigns", json={"requests": [{"prompt": "x"}] * 3}, headers=key))
+        campaigns.load()
+        campaigns.open(campaign["id"], 1, 2)
+        assert client.post("/v1/videos", json={"prompt": "a dog"}, headers=key).status_code == 200
+        refused(client.post("/v1/videos", json={"prompt": "a dog"}, headers=key), 429, "queue_full")
+        made(client.post("/v1/campaigns", json={"requests": [{"prompt": "x"}]}, headers=key))
+
+    def test_a_key_whose_day_is_used_up_sends_none(self, client: TestClient, campaigns: Campaigns) -> None:
+        key = create_key(client, daily_gpu_seconds=10, scopes=["batches"])
+        with Session(campaigns.engine) as session, session.begin():
+            today = datetime.now(UTC).date()
+            session.add(ApiKeyUsage(api_key=key["id"], day=today, gpu_seconds=10.5, attempts=1))
+        response = client.post("/v1/campaigns", json={"requests": [{"prompt": "x"}]}, headers=bearer(key))
+        refused(response, 429, "quota_exceeded")
+
 
 def batch_body(file_id: str) -> dict[str, Any]:
     return {"input_file_id": file_id, "endpoint": "/v1/videos", "completion_window": "24h"}
@@ -493,6 +511,21 @@ class TestChanging:
         campaigns.end()
         ended = get(client, campaign_id)
         assert (ended["status"], ended["request_counts"]["completed"], ended["error_file_id"]) == ("completed", 3, None)
+
+    def test_a_single_item_is_retried_as_any_video(self, client: TestClient, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(jsonl(openai_line(1)))
+        campaigns.run(campaign_id, 1, code="generation_failed")
+        campaigns.end()
+        (job,) = campaigns.items(campaign_id)
+        video = made(client.post(f"/v1/videos/{job.id}/retry"))
+        assert (video["status"], video["campaign_id"], video["custom_id"]) == ("queued", campaign_id, "id-1")
+        reopened = get(client, campaign_id)
+        assert (reopened["status"], reopened["request_counts"]["queued"]) == ("in_progress", 1)
+        assert campaigns.items(campaign_id)[0].hold == "campaign"
+        assert made(client.post(f"/v1/videos/{job.id}/cancel"))["status"] == "cancelled"
+        campaigns.end()
+        ended = get(client, campaign_id)
+        assert (ended["status"], ended["request_counts"]["cancelled"]) == ("completed", 1)
 
     def test_many_are_retried_by_whoever_ends_campaigns(
         self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch

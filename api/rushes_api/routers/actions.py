@@ -77,7 +77,9 @@ async def retry_video(
         if before.state not in RETRYABLE_STATES:
             # decided here: the job may end from now on, and nothing has reserved a place for it
             raise _not_retryable(before)
-        await reserve_place(session, caller=caller, api_key=before.api_key, priority=before.priority)
+        # a job of a campaign waits with that, not in the queue of its key
+        api_key = before.api_key if before.campaign_id is None else None
+        await reserve_place(session, caller=caller, api_key=api_key, priority=before.priority)
         statement = jobs.retry(video_id, project=caller.project).execution_options(populate_existing=True)
         job = (await session.execute(statement)).scalar_one_or_none()
         if job is None:

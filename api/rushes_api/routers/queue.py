@@ -34,7 +34,8 @@ class QueueClass(BaseModel):
     queued: int
     in_progress: int
     reasons: dict[str, int]
-    """Of the queued jobs, those that may not be claimed yet: `paused`, `drained`, `not_before`, `concurrency`."""
+    """Of the queued jobs, those that may not be claimed yet: `paused`, `drained`, `not_before`, `concurrency`,
+    `campaign`."""
     oldest_waiting_s: float | None
     """Since when the first job might have been claimed."""
 
