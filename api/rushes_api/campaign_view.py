@@ -1,16 +1,20 @@
 """Campaigns as this deployment shows them."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from rushes_core.campaigns import statements
+from rushes_core.campaigns import forecast, statements
 from rushes_core.campaigns.statements import Counts, counts_of
 from rushes_core.campaigns.tables import Campaign
-from rushes_core.campaigns.view import Batch, batch_of
+from rushes_core.campaigns.view import Batch, CampaignEta, batch_of, eta_of
 from rushes_core.fields import printable
 from rushes_core.ids import is_campaign_id
+from rushes_core.measured import RunTimes
+from rushes_core.measured import measured as measured_times
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admin import read_members
@@ -27,7 +31,35 @@ async def batches_in(session: AsyncSession, campaigns: Sequence[Campaign], state
     """Campaigns as they are now."""
     rows = (await session.execute(statements.counts([one.id for one in campaigns]))).all()
     counts = {row.campaign_id: counts_of(row) for row in rows}
-    return [batch_of(one, counts.get(one.id, Counts())) for one in campaigns]
+    etas = await _etas(session, campaigns, counts, state)
+    return [batch_of(one, counts.get(one.id, Counts()), eta=etas.get(one.id)) for one in campaigns]
+
+
+async def _etas(
+    session: AsyncSession, campaigns: Sequence[Campaign], counts: Mapping[str, Counts], state: State
+) -> dict[str, CampaignEta | None]:
+    """When those are done that go on."""
+    going_on = [
+        one
+        for one in campaigns
+        if one.state == "in_progress" and one.loaded_at is not None and one.model == state["model"].name
+    ]
+    if not going_on:
+        return {}
+    measured = (await session.execute(measured_times(state["model"].name))).scalars().all()
+    times = RunTimes.of(measured)
+    if times.num_jobs < forecast.MIN_MEASURED:
+        return {}
+    wanted = forecast.capacities([one.id for one in going_on], seen_within_seconds=state["settings"].lease_seconds)
+    capacities = {row[0]: forecast.Capacity(*row[1:]) for row in (await session.execute(wanted)).all()}
+    now: datetime = (await session.execute(select(func.now()))).scalar_one()
+
+    def eta(campaign: Campaign) -> CampaignEta | None:
+        has = counts.get(campaign.id, Counts())
+        left = {"num_jobs": has.queued + has.in_progress, "cost": has.remaining_cost}
+        return eta_of(forecast.of_campaign(campaign, **left, times=times, capacity=capacities[campaign.id], now=now))
+
+    return {one.id: eta(one) for one in going_on}
 
 
 def no_such_batch(campaign_id: str) -> ApiError:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import time
 import zipfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -401,6 +402,63 @@ class TestLists:
         assert (one["campaign_id"], one["custom_id"]) == (second, "id-2")
         assert made(client.get(f"/v1/videos?campaign_id={first}&status=completed"))["data"] == []
         refused(client.get("/v1/videos?campaign_id=x"), 400, "invalid_value", "campaign_id")
+
+
+def measure(campaigns: Campaigns, *, num_jobs: int, seconds: float) -> None:
+    """Have clips as those of `openai_line` known to run so long, and one replica up."""
+    job = {"w": 480, "h": 480, "n": 107, "model": campaigns.model.name, "jobs": num_jobs, "s": seconds}
+    campaigns.execute(
+        "INSERT INTO measured_times (model, width, height, num_frames, num_jobs, run_p50, run_p80, run_p90, phases) "
+        "VALUES (:model, :w, :h, :n, :jobs, :s, :s, :s, '{}')",
+        **job,
+    )
+    campaigns.execute(
+        "INSERT INTO replicas (id, pool, layout, model, device, state, epoch) "
+        "VALUES ('eta#1', 'default', 'r1s2', :model, 'cpu', 'ready', 1)",
+        model=campaigns.model.name,
+    )
+
+
+class TestForecast:
+    @pytest.fixture(autouse=True)
+    def nothing_measured(self, campaigns: Campaigns) -> Iterator[None]:
+        yield
+        campaigns.execute("DELETE FROM measured_times")
+        campaigns.execute("DELETE FROM replicas")
+
+    def test_there_is_none_before_enough_was_measured(self, client: TestClient, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(LINES)
+        assert get(client, campaign_id)["eta"] is None
+        measure(campaigns, num_jobs=19, seconds=10)
+        assert get(client, campaign_id)["eta"] is None
+
+    def test_what_is_left_takes_as_long_as_clips_did_lately(self, client: TestClient, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 101))))
+        measure(campaigns, num_jobs=50, seconds=10)
+        now = time.time()
+        eta = get(client, campaign_id)["eta"]
+        assert eta["basis"] == "last 50 clips"
+        assert eta["gpu_seconds"] == pytest.approx(100 * 10 * 2, rel=0.01)
+        assert 900 < eta["completes_at"] - now < 1_060
+        assert eta["completes_at_latest"] > eta["completes_at"]
+        assert eta["fits_window"] is None
+        (listed,) = made(client.get("/v1/batches"))["data"]
+        assert listed["eta"]["gpu_seconds"] == eta["gpu_seconds"]
+        paused = made(client.post(f"/v1/campaigns/{campaign_id}/pause"))
+        assert (paused["eta"]["completes_at"], paused["eta"]["gpu_seconds"]) == (None, eta["gpu_seconds"])
+
+    def test_it_is_said_whether_the_window_is_long_enough(self, client: TestClient, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 101))))
+        measure(campaigns, num_jobs=50, seconds=10)
+        path = f"/v1/campaigns/{campaign_id}"
+        window = {"timezone": "UTC", "start": "00:00", "end": "24:00"}
+        assert made(client.patch(path, json={"window": window}))["eta"]["fits_window"] is True
+        days = ["mo", "tu", "we", "th", "fr", "sa", "su"]
+        window = {"timezone": "UTC", "days": days[:1], "start": "03:00", "end": "03:05"}
+        changed = made(client.patch(path, json={"window": window}))
+        assert changed["eta"]["fits_window"] is False
+        # a hundred clips of ten seconds, five minutes a week
+        assert changed["eta"]["completes_at"] - time.time() > 2 * 7 * 86_400
 
 
 class TestChanging:

@@ -1,10 +1,12 @@
 """The Batch object: OpenAI's members exactly, and beside them what this service can say truthfully."""
 
+import math
 from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from rushes_core.campaigns.forecast import Forecast
 from rushes_core.campaigns.options import ENDPOINT, duration_text
 from rushes_core.campaigns.output import error_members, line_of
 from rushes_core.campaigns.statements import Counts
@@ -54,14 +56,16 @@ class RequestCounts(BaseModel):
 
 class CampaignEta(BaseModel):
     """When the last item is done, in Unix seconds: `completes_at` as half of such campaigns have it, and
-    `completes_at_latest` as nine of ten."""
+    `completes_at_latest` as nine of ten. Null while nobody knows when it may go on."""
 
     completes_at: int | None
     completes_at_latest: int | None
-    basis: str | None
-    """What it was made from; null: there is no forecast yet."""
+    gpu_seconds: float | None
+    """What is left to do takes."""
+    basis: str
+    """What it was made from."""
     fits_window: bool | None
-    """Whether that is before the window closes next; null: there is no window, or no forecast."""
+    """Whether nine of ten are done before the window closes next; null: there is none."""
 
 
 class BudgetUsed(BaseModel):
@@ -211,6 +215,20 @@ def batch_of(campaign: Campaign, counts: Counts, *, eta: CampaignEta | None = No
         retrying=campaign.retry is not None,
         webhook_url=None if campaign.webhook is None else campaign.webhook["url"],
         **{name: unix_or_none(time) for name, time in times.items()},  # type: ignore[arg-type]
+    )
+
+
+def eta_of(forecast: Forecast) -> CampaignEta | None:
+    """A forecast as it is shown; None: there is none yet."""
+    if forecast.basis is None:
+        return None
+    p50, p90 = (None if at is None else math.ceil(at.timestamp()) for at in (forecast.p50, forecast.p90))
+    return CampaignEta(
+        completes_at=p50,
+        completes_at_latest=p90,
+        gpu_seconds=forecast.gpu_seconds,
+        basis=forecast.basis,
+        fits_window=forecast.fits_window,
     )
 
 
