@@ -39,6 +39,7 @@ COMPAT = ("openai",)
 LIMITS = ("requests_per_minute", "max_queued", "max_running", "daily_gpu_seconds")
 
 MAX_NAME = 100
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 1_000.0
 MAX_REQUESTS_PER_MINUTE = 100_000
 MAX_QUEUED = 100_000
 """A count of this many waiting jobs still takes a small part of a second, and every new job of a limited key counts."""
@@ -137,6 +138,13 @@ Compat = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "enum": list(COMPAT)}, {"type": "null"}]}),
 ]
 
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)]
+
+
+def _without_default(schema: JsonDict) -> None:
+    # what stands for an absent field is no value that could be sent
+    schema.pop("default", None)
+
 
 class NewProject(BaseModel):
     """The body of `POST /v1/projects`."""
@@ -144,6 +152,15 @@ class NewProject(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: ProjectName
+    weight: Weight = 1.0
+
+
+class ProjectChanges(BaseModel):
+    """The body of `PATCH /v1/projects/{name}`: what is absent stays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    weight: Annotated[Weight, Field(json_schema_extra=_without_default)] = 1.0
 
 
 class _Limits(BaseModel):
@@ -181,11 +198,6 @@ class Nothing(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def _without_default(schema: JsonDict) -> None:
-    # what stands for an absent field is no value that could be sent
-    schema.pop("default", None)
-
-
 _ABSENT = Field(json_schema_extra=_without_default)
 
 
@@ -221,6 +233,17 @@ def create_project(**values: Any) -> ReturningInsert[Project]:
 
 def project(name: str) -> Select[Project]:
     return select(Project).where(Project.name == name)
+
+
+def change_project(name: str, values: Mapping[str, Any]) -> ReturningUpdate[Project]:
+    """Set columns of a project. A weight holds for claims from then on. No row: there is none of this name."""
+    return (
+        update(Project)
+        .where(Project.name == name)
+        .values(**values)
+        .execution_options(synchronize_session=False, populate_existing=True)
+        .returning(Project)
+    )
 
 
 def create(**values: Any) -> ReturningInsert[ApiKey]:

@@ -40,6 +40,25 @@ class TestProjects:
         assert code_of(again, 409) == "project_exists"
         assert again.headers["x-should-retry"] == "false"
 
+    def test_a_weight_is_one_unless_it_is_said_and_can_be_changed(self, client: TestClient) -> None:
+        assert client.post("/v1/projects", json={"name": "plain"}).json()["weight"] == 1
+        assert client.post("/v1/projects", json={"name": "heavy", "weight": 2.5}).json()["weight"] == 2.5
+        changed = client.patch("/v1/projects/heavy", json={"weight": 4})
+        assert changed.json() == client.get("/v1/projects/heavy").json()
+        assert changed.json()["weight"] == 4
+        assert client.patch("/v1/projects/heavy", json={}).json()["weight"] == 4
+        assert code_of(client.patch("/v1/projects/none", json={"weight": 1}), 404) == "project_not_found"
+
+    @pytest.mark.parametrize("weight", [0, -1, 0.001, 1_001, "2", True, []], ids=ascii)
+    def test_a_weight_that_is_none_is_refused(self, client: TestClient, weight: object) -> None:
+        client.post("/v1/projects", json={"name": "weighed"})
+        for response in (
+            client.post("/v1/projects", json={"name": "unweighed", "weight": weight}),
+            client.patch("/v1/projects/weighed", json={"weight": weight}),
+        ):
+            assert code_of(response, 400) == "invalid_value"
+            assert response.json()["error"]["param"] == "weight"
+
     def test_the_same_request_gets_the_same_answer(self, client: TestClient) -> None:
         header = {"Idempotency-Key": "make a project"}
         answers = [client.post("/v1/projects", json={"name": "again"}, headers=header) for _ in range(2)]

@@ -120,6 +120,12 @@ class TestKeys:
         assert {"default", "one"} <= set(projects)
         assert "one" in rushes("projects", "list")
 
+    def test_a_project_is_weighed(self, rushes: Command) -> None:
+        rushes("projects", "create", "weighed", "--weight", "2")
+        assert "weighed has weight 0.5" in rushes("projects", "change", "weighed", "--weight", "0.5")
+        listed = [json.loads(line) for line in rushes("projects", "list", "--json").splitlines()]
+        assert [one["weight"] for one in listed if one["name"] == "weighed"] == [0.5]
+
 
 class TestErrors:
     def test_what_is_wrong_is_one_line(self, fails: Command, rushes: Command) -> None:
@@ -138,6 +144,8 @@ class TestErrors:
         assert "lower-case" in fails("projects", "create", "Film")
         rushes("projects", "create", "twice")
         assert "there is a project twice already" in fails("projects", "create", "twice")
+        assert "no project none" in fails("projects", "change", "none", "--weight", "2")
+        assert "weight" in fails("projects", "change", "twice", "--weight", "0")
         revoked = create(rushes)["id"]
         rushes("keys", "revoke", revoked)
         assert "was revoked or has expired" in fails("keys", "rotate", revoked)
