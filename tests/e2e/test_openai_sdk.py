@@ -53,7 +53,8 @@ def keys(shared_service: Service) -> Iterator[dict[str, str]]:
                     max_attempts=1,
                 )
             )
-    yield {"admin": API_KEY, "wrong": "wrong", **{name: key["secret"] for name, key in made.items()}}
+    with shared_service.loader():
+        yield {"admin": API_KEY, "wrong": "wrong", **{name: key["secret"] for name, key in made.items()}}
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM jobs WHERE project = 'sdk-many'"))
     engine.dispose()
@@ -89,7 +90,14 @@ def test_a_session(service: Service, keys: dict[str, str], line: int) -> None:
     for call in ("files.retrieve", "files.list (every page)", "files.content"):
         assert answers[call] is True
     assert answers["files.delete (True)"] == answers["files.delete (False)"] == ["file", True]
-    assert len(answers) == 20
+    assert answers["batches.create"] == ["batch", "validating", "24h", {"client": "acme"}, None, "Night"]
+    assert answers["batches.retrieve"] == ["completed", 2, 1, 1]
+    assert answers["files.content (output)"] == ["a", 200, None, True]
+    assert answers["files.content (errors)"] == ["batch_output", "b", None, "seconds"]
+    assert answers["batches.list"] == [True]
+    assert answers["batches.cancel"] == "cancelling"
+    assert answers["batches.list (every page)"] is True
+    assert len(answers) == 27
 
     errors = {one["call"]: one for one in lines if "error" in one}
     assert {call: (one["error"], one["status"], one["code"]) for call, one in errors.items()} == {
@@ -106,6 +114,10 @@ def test_a_session(service: Service, keys: dict[str, str], line: int) -> None:
         "files.retrieve (404)": ("NotFoundError", 404, "file_not_found"),
         "files.create (400)": ("BadRequestError", 400, "invalid_value"),
         "files.create (403)": ("PermissionDeniedError", 403, "insufficient_scope"),
+        "batches.cancel (409)": ("ConflictError", 409, "invalid_state"),
+        "batches.create (400)": ("BadRequestError", 400, "invalid_value"),
+        "batches.create (403)": ("PermissionDeniedError", 403, "insufficient_scope"),
+        "batches.retrieve (404)": ("NotFoundError", 404, "batch_not_found"),
     }
     for one in errors.values():
         assert one["message"]

@@ -108,6 +108,7 @@ def main(base_url: str, keys: dict[str, str]) -> None:
     told("videos.create (429)", lambda: full.videos.create(prompt="x"), video)
     told("models.list", lambda: client.models.list(), lambda page: [one.object for one in page.data])
     _files(client, clients["reader"])
+    _batches(client, clients["reader"])
 
 
 def _files(client: OpenAI, reader: OpenAI) -> None:
@@ -143,6 +144,55 @@ def _files(client: OpenAI, reader: OpenAI) -> None:
     told("files.retrieve (404)", lambda: client.files.retrieve("file_00000000000000000000000000"), repr)
     told("files.create (400)", lambda: client.files.create(file=b"x", purpose="vision"), repr)
     told("files.create (403)", lambda: reader.files.create(file=b"x", purpose="batch"), repr)
+
+
+def _batches(client: OpenAI, reader: OpenAI) -> None:
+    endpoint: Any = "/v1/videos"
+    body = {"prompt": "A gull", "seconds": "4", "size": "480x480"}
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    lines = [json.dumps(one) for one in (line, line | {"custom_id": "b", "body": body | {"seconds": "99"}})]
+    file = client.files.create(file=("shots.jsonl", "\n".join(lines).encode()), purpose="batch")
+    wanted: dict[str, Any] = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
+    made = told(
+        "batches.create",
+        lambda: client.batches.create(
+            **wanted, metadata={"client": "acme"}, extra_body={"name": "Night", "proof": {"count": 9}}
+        ),
+        lambda one: [one.object, one.status, one.completion_window, one.metadata, one.errors, one.name],
+    )
+    deadline = time.monotonic() + 200
+    while client.batches.retrieve(made.id).status not in ("completed", "failed") and time.monotonic() < deadline:
+        time.sleep(0.5)
+    done = told(
+        "batches.retrieve",
+        lambda: client.batches.retrieve(made.id),
+        lambda one: [one.status, one.request_counts.total, one.request_counts.completed, one.request_counts.failed],
+    )
+    output, error = (
+        json.loads(client.files.content(file_id).read()) for file_id in (done.output_file_id, done.error_file_id)
+    )
+    told(
+        "files.content (output)",
+        lambda: client.videos.download_content(output["response"]["body"]["id"]).read(),
+        lambda clip: [output["custom_id"], output["response"]["status_code"], output["error"], clip[4:8] == b"ftyp"],
+    )
+    told(
+        "files.content (errors)",
+        lambda: client.files.retrieve(done.error_file_id),
+        lambda one: [one.purpose, error["custom_id"], error["response"], error["error"]["param"]],
+    )
+    told("batches.list", lambda: client.batches.list(limit=1), lambda page: [page.data[0].id == made.id])
+    told("batches.cancel (409)", lambda: client.batches.cancel(made.id), repr)
+    waiting = client.batches.create(**wanted, extra_body={"start_paused": True})
+    told("batches.cancel", lambda: client.batches.cancel(waiting.id), lambda one: one.status)
+    told(
+        "batches.list (every page)",
+        lambda: {one.id for one in client.batches.list(limit=1)},
+        lambda ids: {made.id, waiting.id} <= ids,
+    )
+    told("batches.create (400)", lambda: client.batches.create(**wanted | {"completion_window": "1s"}), repr)
+    told("batches.create (403)", lambda: reader.batches.create(**wanted), repr)
+    told("batches.retrieve (404)", lambda: client.batches.retrieve("batch_00000000000000000000000000"), repr)
 
 
 if __name__ == "__main__":

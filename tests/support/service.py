@@ -61,13 +61,13 @@ class Rendered:
         return video_id
 
 
-class DispatcherProcess:
-    """A running `rushes dispatcher`."""
+class CommandProcess:
+    """A running `rushes COMMAND`."""
 
-    def __init__(self, settings: Settings, log: Path) -> None:
+    def __init__(self, settings: Settings, log: Path, command: str) -> None:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*RUSHES, "dispatcher"],
+                [*RUSHES, command],
                 env=settings_environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -128,7 +128,14 @@ class Service:
         )
 
     def start_dispatcher(self) -> None:
-        self.dispatcher = self._running.enter_context(DispatcherProcess(self.settings, self._folder / "dispatcher.log"))
+        self.dispatcher = self._start("dispatcher")
+
+    def loader(self) -> CommandProcess:
+        """A process that loads campaigns and ends them, for a `with`."""
+        return CommandProcess(self.settings, self._folder / "loader.log", "loader")
+
+    def _start(self, command: str) -> CommandProcess:
+        return self._running.enter_context(CommandProcess(self.settings, self._folder / f"{command}.log", command))
 
     def wait_ready(self) -> None:
         """Return when a job could be rendered, and none is."""
