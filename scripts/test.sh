@@ -1,12 +1,21 @@
 #!/bin/sh
-# Runs all tests: those that only compute beside those that start servers, which wait more than they compute. The report
-# of the first comes whole after that of the second. With arguments: one pytest that gets them.
+# Runs all tests in two halves at once: those that mostly compute beside those that mostly wait. Each has servers, ports
+# and folders of its own. The report of the first comes whole after that of the second.
+# With arguments: one pytest that gets them.
 set -u
 cd "$(dirname "$0")/.."
 [ $# -eq 0 ] || exec .venv/bin/pytest "$@"
 
-SERVERS="tests/integration tests/e2e tests/faults"
-OTHERS=$(printf ' --ignore %s' $SERVERS)
+WAITING="tests/integration tests/faults"
+FUZZ=tests/integration/test_api_fuzz.py
+COMPUTING=$FUZZ
+for folder in tests/*/; do
+    folder=${folder%/}
+    case " $WAITING " in
+        *" $folder "*) ;;
+        *) [ -z "$(find "$folder" -name 'test_*.py')" ] || COMPUTING="$COMPUTING $folder" ;;
+    esac
+done
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and their children with them.
 HEED='import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])'
@@ -16,14 +25,14 @@ trap 'rm -rf "$work"' EXIT
 interrupted=0
 # a terminal sends Ctrl-C to everything that it runs
 trap 'interrupted=130' INT
-trap 'interrupted=143; kill -INT ${computing-} ${servers-} 2>/dev/null' TERM HUP
+trap 'interrupted=143; kill -INT ${computing-} ${waiting-} 2>/dev/null' TERM HUP
 
 # shellcheck disable=SC2086  # lists of words
-nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider $OTHERS >"$work/computing" 2>&1 &
+nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider $COMPUTING >"$work/computing" 2>&1 &
 computing=$!
 # shellcheck disable=SC2086
-.venv/bin/python -c "$HEED" .venv/bin/pytest $SERVERS &
-servers=$!
+.venv/bin/python -c "$HEED" .venv/bin/pytest --ignore $FUZZ $WAITING &
+waiting=$!
 
 # The exit status of a child, however often a signal interrupts the waiting.
 status_of() {
@@ -34,11 +43,11 @@ status_of() {
     done
 }
 
-status_of $servers
-servers_status=$?
+status_of $waiting
+waiting_status=$?
 status_of $computing
 computing_status=$?
 cat "$work/computing"
-for status in $interrupted $servers_status $computing_status; do
+for status in $interrupted $waiting_status $computing_status; do
     [ "$status" -eq 0 ] || exit "$status"
 done

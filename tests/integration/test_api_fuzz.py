@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from pydantic import SecretStr
 from rushes_core.settings import Settings
 from support.api import ApiProcess
@@ -11,6 +12,8 @@ from support.fuzz import WEBHOOK_KEY, fuzz, populate
 LEAST = 600
 
 
+# minutes, beside others on two cores
+@pytest.mark.timeout(900)
 def test_no_request_breaks_what_the_document_says(api_settings: Settings, tmp_path: Path) -> None:
     settings = api_settings.model_copy(update={"webhook_key": SecretStr(WEBHOOK_KEY)})
     with ApiProcess(settings, tmp_path / "api.log") as api:

@@ -1,4 +1,4 @@
-"""`scripts/test.sh` with a stand-in for pytest: who runs beside whom, what is shown, and what a signal ends."""
+"""`scripts/test.sh` with a stand-in for pytest: what runs beside what, what is shown, and what a signal ends."""
 
 import os
 import shutil
@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 PYTEST = """\
 #!{python}
 import os, pathlib, signal, sys, time
-name = "computing" if "--ignore" in sys.argv else "servers"
+name = "computing" if "no:cacheprovider" in sys.argv else "waiting"
 pathlib.Path(name).write_text(" ".join(sys.argv[1:]))
-if name == "computing" or "tests/e2e" in sys.argv:
-    while not all(os.path.exists(one) for one in ("computing", "servers")):
+if name == "computing" or "tests/faults" in sys.argv:
+    while not all(os.path.exists(one) for one in ("computing", "waiting")):
         time.sleep(0.01)
 try:
     print(f"report of {{name}}, nice {{os.nice(0)}}", flush=True)
@@ -58,29 +58,37 @@ def test_both_halves_run_at_once_and_are_shown_whole(root: Path) -> None:
     done = run(root)
     assert done.returncode == 0, done.stderr
     here = os.nice(0)
-    expected = [f"report of servers, nice {here}", f"report of computing, nice {min(19, here + 10)}"]
+    expected = [f"report of waiting, nice {here}", f"report of computing, nice {min(19, here + 10)}"]
     assert done.stdout.splitlines() == expected
 
 
-def test_every_folder_is_in_one_half(root: Path) -> None:
+def test_every_test_is_in_one_half(root: Path) -> None:
+    """By the tests that pytest finds, whatever folders there are."""
+    (root / "tests").symlink_to(ROOT / "tests")
     run(root)
-    servers = (root / "servers").read_text().split()
-    computing = (root / "computing").read_text().split()
-    assert all((ROOT / folder).is_dir() for folder in servers)
-    assert computing == ["-p", "no:cacheprovider", *(word for folder in servers for word in ("--ignore", folder))]
+    waiting, computing = ((root / name).read_text().split() for name in ("waiting", "computing"))
+    assert waiting[0] == "--ignore"
+    assert computing[:2] == ["-p", "no:cacheprovider"]
+    left_out, *folders = waiting[1:]
+    given = [*folders, *computing[2:]]
+    assert len(set(given)) == len(given)
+    files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    for file in files:
+        holders = [one for one in given if file.is_relative_to(one)]
+        assert len(holders) == (2 if file == Path(left_out) else 1), (file, holders)
 
 
-@pytest.mark.parametrize(("servers", "computing", "status"), [(0, 1, 1), (1, 0, 1), (3, 1, 3)])
-def test_the_failure_of_either_half_is_one(root: Path, servers: int, computing: int, status: int) -> None:
-    done = run(root, servers=servers, computing=computing)
+@pytest.mark.parametrize(("waiting", "computing", "status"), [(0, 1, 1), (1, 0, 1), (3, 1, 3)])
+def test_the_failure_of_either_half_is_one(root: Path, waiting: int, computing: int, status: int) -> None:
+    done = run(root, waiting=waiting, computing=computing)
     assert done.returncode == status
     assert "report of computing" in done.stdout
 
 
 def test_arguments_go_to_one_pytest(root: Path) -> None:
-    done = run(root, "tests/unit", "-k", "canvas", servers=5)
+    done = run(root, "tests/unit", "-k", "canvas", waiting=5)
     assert done.returncode == 5
-    assert (root / "servers").read_text() == "tests/unit -k canvas"
+    assert (root / "waiting").read_text() == "tests/unit -k canvas"
     assert not (root / "computing").exists()
 
 
@@ -99,5 +107,5 @@ def test_a_signal_ends_both_halves(root: Path, number: signal.Signals, status: i
             running.send_signal(number)
         report = running.stdout.read()
         assert running.wait(60) == status
-    assert [line.split(",")[0] for line in report.splitlines()] == ["report of servers", "report of computing"]
-    assert {path.name for path in root.glob("*.interrupted")} == {"servers.interrupted", "computing.interrupted"}
+    assert [line.split(",")[0] for line in report.splitlines()] == ["report of waiting", "report of computing"]
+    assert {path.name for path in root.glob("*.interrupted")} == {"waiting.interrupted", "computing.interrupted"}
