@@ -25,7 +25,8 @@ _LEFT_OUT = ("create_and_fetch", "readyz")
 
 
 def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]:
-    """Jobs in every state, a replica and files: `video_id` of all jobs, `ended` of those with an end, `file_id`."""
+    """Jobs in every state, a replica, files and campaigns: `video_id` of all jobs, `ended` of those with an end,
+    `file_id`, `batch_id`."""
     driver = JobDriver(settings)
     with httpx.Client(base_url=url, headers=AUTHORIZED, timeout=120) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
@@ -38,10 +39,15 @@ def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]
         http.post(f"/v1/videos/{cancelled}/cancel")
         http.delete(f"/v1/videos/{deleted}")
         upload = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        lines = [{"prompt": "a dog", "custom_id": str(number)} for number in range(3)]
+        batches = [http.post("/v1/campaigns", json={"requests": lines}).json()["id"] for _ in range(6)]
+        http.post(f"/v1/campaigns/{batches[0]}/cancel")
+        http.delete(f"/v1/campaigns/{batches[1]}")
+        http.post(f"/v1/campaigns/{batches[2]}/pause")
         files = [http.post("/v1/files", **upload).json()["id"] for _ in range(8)]
         http.delete(f"/v1/files/{files[0]}")
     driver.close()
-    return {"video_id": ids, "file_id": files, "ended": [completed, failed, cancelled, deleted]}
+    return {"video_id": ids, "file_id": files, "batch_id": batches, "ended": [completed, failed, cancelled, deleted]}
 
 
 def fuzz(

@@ -10,16 +10,18 @@ import schemathesis
 
 IDS = "FUZZ_IDS"
 _FILE_ID = re.compile("file_[0-7][0-9A-HJKMNP-TV-Z]{25}", re.ASCII)
+_BATCH_ID = re.compile("batch_[0-7][0-9A-HJKMNP-TV-Z]{25}", re.ASCII)
 _VIDEO_ID = re.compile("video_[0-7][0-9A-HJKMNP-TV-Z]{25}", re.ASCII)
 
 
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     """Another path for the same operation. Most made-up ids are nobody's, and events of a job that waits never end."""
-    found = (path_parameters or {}).get("file_id")
-    if path_parameters is not None and isinstance(found, str) and _FILE_ID.fullmatch(found):
-        files: list[str] = json.loads(os.environ[IDS])["file_id"]
-        return path_parameters | {"file_id": random.Random(found).choice([*files, found])}
+    for name, form in (("file_id", _FILE_ID), ("batch_id", _BATCH_ID)):
+        found = (path_parameters or {}).get(name)
+        if path_parameters is not None and isinstance(found, str) and form.fullmatch(found):
+            known: list[str] = json.loads(os.environ[IDS])[name]
+            return path_parameters | {name: random.Random(found).choice([*known, found])}
     found = (path_parameters or {}).get("video_id")
     if path_parameters is None or not isinstance(found, str) or not _VIDEO_ID.fullmatch(found):
         return path_parameters

@@ -122,7 +122,7 @@ async def get_campaign(campaign: CurrentCampaign, caller: FileCaller, _: NoQuery
     "/{batch_id}",
     response_model=Batch,
     responses=_CHANGED | responses("priority_not_allowed"),
-    openapi_extra=json_body(CampaignChanges.model_json_schema()),
+    openapi_extra=json_body(CampaignChanges.model_json_schema(), required=False),
 )
 async def change_campaign(
     batch_id: BatchId, request: Request, caller: FileCaller, _: NoQuery, members: SentMembers, state: AppState
