@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from sqlalchemy import (
     BindParameter,
+    Integer,
     Select,
     Update,
     and_,
@@ -28,7 +29,7 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import TypedReturnsRows
+from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
 from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
@@ -152,6 +153,14 @@ _OVERDUE = f"""
     )
     FOR NO KEY UPDATE SKIP LOCKED
 """
+_MORE_URGENT = text(f"""
+SELECT 1 AS waits FROM (VALUES (0), (1)) AS urgency (priority), project_shares AS share, LATERAL (
+    SELECT id FROM jobs WHERE {_READY} ORDER BY run_at, id LIMIT 1
+) AS first
+WHERE urgency.priority < :than AND share.project <> ALL (ARRAY(SELECT project FROM queue_pauses))
+    AND '*' <> ALL (ARRAY(SELECT project FROM queue_pauses))
+LIMIT 1
+""")
 _CLAIM = """
 WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
     {ready}
@@ -205,6 +214,15 @@ class ClaimedJob:
     attempt: int
     low_memory: bool
     fence: int
+    priority: int = 1
+
+
+def more_urgent(*, model: str, owner: str, than: int | BindParameter[int]) -> TextualSelect:
+    """One row, if a job of a more urgent class than `than` could be claimed now."""
+    values = {"model": model, "name": owner.partition("#")[0], "crashed_on_wait": CRASHED_ON_WAIT.total_seconds()}
+    found = _MORE_URGENT.bindparams(**values)
+    found = found.bindparams(than) if isinstance(than, BindParameter) else found.bindparams(than=than)
+    return found.columns(waits=Integer)
 
 
 def claim(
@@ -374,7 +392,8 @@ def out_of_memory(job_id: str, *, fence: int, stage: str) -> ReturningUpdate[Job
 
 
 def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
-    """CLAIMED or RUNNING -> QUEUED without counting anything against the job: its worker is shutting down.
+    """CLAIMED or RUNNING -> QUEUED, at the place that it had, without counting anything against the job: its worker is
+    shutting down, or has something more urgent.
 
     CANCELLED if that was asked for: no claim would take it again.
     """
@@ -387,7 +406,6 @@ def _given_back() -> dict[str, Any]:
         "error": case((_IS_CANCELLED, _BY_USER), else_=Job.error),
         "finished_at": case((_IS_CANCELLED, func.now()), else_=None),
         "attempt": Job.attempt - 1,
-        "run_at": func.now(),
         **_TO_CAMPAIGN,
         **_NO_PROGRESS,
         **_RELEASED,

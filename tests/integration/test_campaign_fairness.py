@@ -158,8 +158,26 @@ class TestPatience:
         bulk = [rows.add(project="patient", priority=2, run_at=HOUR_AGO).id for _ in range(3)]
         for _ in range(60):
             rows.add(project="endless", priority=1)
-        order = self.claimed(ledger, 60)
-        assert [order[number] for number in (19, 39, 59)] == bulk
+        claims = [ledger.claim(()) for _ in range(60)]
+        assert [claim.job.id for claim in claims if claim is not None and claim.is_overdue] == bulk
+        assert [number for number, claim in enumerate(claims) if claim is not None and claim.is_overdue] == [19, 39, 59]
+
+    def test_what_overtakes_is_never_one_that_has_waited(self, rows: CampaignRows, ledger: Ledger) -> None:
+        bulk = rows.add(project="patient", priority=2, run_at=HOUR_AGO).id
+        for _ in range(30):
+            rows.add(project="endless", priority=1)
+        claims = [ledger.claim((), by_class=True) for _ in range(30)]
+        assert bulk not in [claim.job.id for claim in claims if claim is not None]
+        assert ledger.more_urgent_waits(2) is False
+
+    def test_something_more_urgent_waits_only_where_it_could_be_claimed(
+        self, rows: CampaignRows, ledger: Ledger
+    ) -> None:
+        rows.add(project="soon", priority=0, run_at=text("now() + interval '1 hour'"))
+        rows.add(project="paused", priority=0)
+        rows.run(backlog.pause_queue("paused"))
+        rows.add(priority=1)
+        assert [ledger.more_urgent_waits(priority) for priority in (0, 1, 2)] == [False, False, True]
 
     def test_what_has_not_waited_for_long_waits_for_its_class(self, rows: CampaignRows, ledger: Ledger) -> None:
         bulk = rows.add(priority=2, run_at=text("now() - interval '9 minutes'")).id

@@ -56,13 +56,23 @@ class TestClaimedAhead:
         assert claimed.lease_owner is not None
         assert claimed.lease_owner.startswith("bench-r0#")
 
-        # what is more urgent waits for the one that was claimed, and for no other
-        urgent = jobs.add(priority=0)
-        done = [jobs.wait_completed(job_id) for job_id in (running, ahead, urgent, normal)]
+        done = [jobs.wait_completed(job_id) for job_id in (running, ahead, normal)]
         started = [job.started_at for job in done if job.started_at is not None]
         assert started == sorted(started)
-        assert [job.attempt for job in done] == [1, 1, 1, 1]
+        assert [job.attempt for job in done] == [1, 1, 1]
         assert jobs.states(ahead) == ["queued", "claimed", "running", "completed"]
+
+    def test_what_is_more_urgent_takes_the_place_of_the_one_that_was_claimed(self, worker: Worker, jobs: Jobs) -> None:
+        running, ahead = jobs.add("[step 0.4]"), jobs.add(priority=2)
+        jobs.wait_for(ahead, JobState.CLAIMED)
+        urgent = jobs.add(priority=0)
+        jobs.wait_for(urgent, JobState.CLAIMED)
+        assert jobs.get(running).state == JobState.RUNNING
+        done = [jobs.wait_completed(job_id) for job_id in (running, urgent, ahead)]
+        started = [job.started_at for job in done if job.started_at is not None]
+        assert started == sorted(started)
+        assert [job.attempt for job in done] == [1, 1, 1]
+        assert jobs.states(ahead) == ["queued", "claimed", "queued", "claimed", "running", "completed"]
 
     def test_cancel_of_a_claimed_job_wins(self, worker: Worker, jobs: Jobs) -> None:
         running, ahead = jobs.add("[step 0.5]"), jobs.add()

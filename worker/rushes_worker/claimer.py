@@ -38,7 +38,7 @@ class Claimer:
 
     A held job's lease is renewed like every other; it is started when it is taken. While this replica is busy, a job is
     claimed ahead only if no other replica is idle, which would start it at once. A held job is given back, with nothing
-    counted, when the replica stops, drains or has no ranks.
+    counted, when the replica stops, drains or has no ranks, and when a more urgent one takes its place.
 
     Args:
         has_room: whether one more job may be held, told whether the one taken last is still on the ranks; asked before
@@ -119,13 +119,16 @@ class Claimer:
             os._exit(1)
 
     def _serve(self) -> None:
-        next_poll = 0.0
+        next_poll = next_look = 0.0
         while True:
             self._wake.clear()
             closing = self._closing
             self._look_after_held()
             if closing:
                 return
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _TICK_SECONDS
+                self._overtake()
             if self._may_claim() and (self._due or time.monotonic() >= next_poll):
                 self._due = False
                 self._try_claim()
@@ -162,6 +165,33 @@ class Claimer:
         with self._lock:
             self._claim = claim
         self._on_claim()
+
+    def _overtake(self) -> None:
+        """Hold something more urgent instead of what is held, if there is such a job."""
+        with self._lock:
+            held = self._claim
+        if held is None or held.is_overdue or not self._serving:
+            return
+        try:
+            if not self._ledger.more_urgent_waits(held.job.priority):
+                return
+            claim = self._ledger.claim(self._heartbeat.fences, by_class=True)
+        except UNREACHABLE as error:
+            log.debug("claim_failed", error=str(error).splitlines()[0])
+            return
+        if claim is None:
+            return
+        self._heartbeat.hold(claim.lease)
+        given_back: Claim | None = claim
+        with self._lock:
+            # the ranks may have taken the other one meanwhile: then this is the next
+            if self._claim is None or claim.job.priority < held.job.priority:
+                self._claim, given_back = claim, self._claim
+        self._on_claim()
+        if given_back is not None:
+            if self._ledger.try_release(given_back.lease):
+                log.info("job_released", job_id=given_back.job.id, reason="another one is more urgent")
+            self._heartbeat.drop(given_back.lease)
 
     def _look_after_held(self) -> None:
         """Let go of a held job that is not to be run here any more."""

@@ -14,7 +14,7 @@ from rushes_core.models import Job, Replica
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
-from sqlalchemy import Executable, bindparam, select
+from sqlalchemy import Executable, Integer, bindparam, select
 from sqlalchemy.orm import load_only
 from sqlalchemy.sql.dml import ReturningUpdate
 
@@ -43,6 +43,8 @@ class Claim:
 
     job: ClaimedJob
     lease: Lease
+    is_overdue: bool = False
+    """It was claimed because it had waited for too long: nothing overtakes it any more."""
 
 
 class Ledger:
@@ -66,6 +68,9 @@ class Ledger:
         }
         self._claim = Prepared(jobs.claim(**claim))
         self._claim_overdue = Prepared(jobs.claim(**claim, patience_seconds=settings.patience_seconds))
+        self._more_urgent = Prepared(
+            jobs.more_urgent(model=model, owner=replica_id, than=bindparam("than", type_=Integer))
+        )
         self._start = Prepared(_lean(jobs.start(job_id, fence=fence, lease_seconds=self._lease_seconds)))
         self._complete = Prepared(
             _lean(jobs.complete(job_id, fence=fence, result=bindparam("result"), timings=bindparam("timings")))
@@ -76,13 +81,14 @@ class Ledger:
             .limit(1)
         )
 
-    def claim(self, known: Collection[int]) -> Claim | None:
+    def claim(self, known: Collection[int], *, by_class: bool = False) -> Claim | None:
         """The next job of this model, or None.
 
         One in `jobs.OVERDUE_EVERY` is the one that has waited longest of those that were passed over for too long.
 
         Args:
             known: fences that this replica holds already.
+            by_class: it is none of those.
 
         Raises:
             one of `UNREACHABLE`: the database is away; a job may have been claimed all the same, which the next call
@@ -92,14 +98,20 @@ class Ledger:
             self._release_unknown(known)
         self._may_hold_unknown = True
         asked_at = time.monotonic()
-        is_overdue_turn = self._num_claims % jobs.OVERDUE_EVERY == jobs.OVERDUE_EVERY - 1
-        row = (self._fetch(self._claim_overdue) if is_overdue_turn else None) or self._fetch(self._claim)
+        is_turn = not by_class and self._num_claims % jobs.OVERDUE_EVERY == jobs.OVERDUE_EVERY - 1
+        overdue = self._fetch(self._claim_overdue) if is_turn else None
+        row = overdue or self._fetch(self._claim)
         self._may_hold_unknown = False
         if row is None:
             return None
-        self._num_claims += 1
+        self._num_claims += not by_class
         job = ClaimedJob(**row)
-        return Claim(job, Lease(job.id, fence=job.fence, seconds=self._lease_seconds, asked_at=asked_at))
+        lease = Lease(job.id, fence=job.fence, seconds=self._lease_seconds, asked_at=asked_at)
+        return Claim(job, lease, is_overdue=overdue is not None)
+
+    def more_urgent_waits(self, priority: int) -> bool:
+        """Whether a job of a more urgent class could be claimed now."""
+        return priority > 0 and self._fetch(self._more_urgent, than=priority) is not None
 
     def start(self, lease: Lease) -> bool:
         """CLAIMED -> RUNNING; False if a cancel, the campaign or another holder came first."""
