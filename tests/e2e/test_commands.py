@@ -27,6 +27,13 @@ def up(state: Path) -> Iterator[Up]:
         yield up
 
 
+@pytest.fixture(scope="module")
+def shared_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """For tests that leave it running."""
+    with Up(tmp_path_factory.mktemp("shared") / "state") as up:
+        yield up
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
@@ -94,22 +101,22 @@ def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(state: Path
 
 def test_killed_run_leaves_no_process(up: Up) -> None:
     up.client.post("/videos", json=REQUEST).raise_for_status()
-    wait_until(lambda: len(processes_of(up.state_dir)) == 7)
+    wait_until(lambda: len(processes_of(up.state_dir)) == 8)
     processes = descendants(up.popen.pid)
     assert up.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_second_run_on_the_same_state_is_refused(up: Up) -> None:
-    refused = run("up", "--state", up.state_dir, cwd=up.state_dir.parent)
+def test_second_run_on_the_same_state_is_refused(shared_up: Up) -> None:
+    refused = run("up", "--state", shared_up.state_dir, cwd=shared_up.state_dir.parent)
     assert refused.returncode == 1
-    assert f"{up.state_dir} is in use by process {up.popen.pid}; stop it" in refused.stderr
-    assert up.client.get("/models").status_code == 200
+    assert f"{shared_up.state_dir} is in use by process {shared_up.popen.pid}; stop it" in refused.stderr
+    assert shared_up.client.get("/models").status_code == 200
 
 
-def test_taken_port_is_named(up: Up) -> None:
-    port = up.client.base_url.port
-    refused = run("up", "--state", up.state_dir.with_name("other"), "--port", str(port), cwd=up.state_dir.parent)
+def test_taken_port_is_named(shared_up: Up) -> None:
+    port, elsewhere = shared_up.client.base_url.port, shared_up.state_dir.with_name("other")
+    refused = run("up", "--state", elsewhere, "--port", str(port), cwd=elsewhere.parent)
     assert refused.returncode == 1
     assert f"port {port} of 127.0.0.1 is taken" in refused.stderr
 
@@ -130,8 +137,8 @@ def test_checkpoint_that_cannot_be_served_is_named_before_anything_is_started(tm
     assert not list(tmp_path.iterdir())
 
 
-def test_printed_address_of_the_database_opens_it_for_operators(up: Up) -> None:
-    address = re.search(r"export RUSHES_DATABASE_URL='(\S+)'", up.output())
+def test_printed_address_of_the_database_opens_it_for_operators(shared_up: Up) -> None:
+    address = re.search(r"export RUSHES_DATABASE_URL='(\S+)'", shared_up.output())
     assert address is not None
     env = clean_environment() | {"RUSHES_DATABASE_URL": address[1]}
     done = subprocess.run([*RUSHES, "projects", "list"], env=env, capture_output=True, text=True, check=True)
