@@ -160,6 +160,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     for name, summary in (
         ("campaign", "submit, watch and fetch thousands of clips"),
+        ("workers", "list the replicas, and what they do"),
         ("projects", "make and list projects"),
         ("keys", "make, list, change, rotate and revoke API keys"),
         ("checkpoint", "make, inspect and verify checkpoint directories"),

@@ -1,16 +1,28 @@
 """Other layouts than one replica of one rank, on the CPU: the ranks talk through gloo."""
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
 from rushes_worker.parallel import SequenceParallel
 from support.api import API_KEY
+from support.commands import RUSHES, clean_environment
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import make_clip
 from support.rendering import render_on_rank, request
 from support.service import REQUEST, Rendered, Service
 from support.stack import SharedStack
 from support.worker import eventually
+
+
+def shown_workers(service: Service) -> list[str]:
+    """The words of the one line that `rushes workers` shows."""
+    command = [*RUSHES, "workers"]
+    env = clean_environment() | {"RUSHES_URL": service.api.url, "RUSHES_KEY": API_KEY}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    titles, line = done.stdout.splitlines()
+    assert titles.split()[:2] == ["NAME", "STATUS"]
+    return line.split()
 
 
 def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> None:
@@ -22,6 +34,10 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
     with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
         (replica,) = service.jobs.replicas()
         assert (replica.layout, len(replica.detail["ranks"])) == ("r1s2", 2)
+        name, status, layout, model, precision, *_ = shown_workers(service)
+        assert (name, status, layout) == (replica.id.partition("#")[0], "ready", "r1s2")
+        assert model.startswith("rushes/tiny-fasth3-8-step-demo@")
+        assert precision == "float32"
         rendered = service.render()
     frames, samples = kept_clip(kept)
 

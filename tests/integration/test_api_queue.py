@@ -167,6 +167,7 @@ class TestWorkers:
             session.execute(update(Replica).values(last_seen=datetime.now(UTC) - timedelta(minutes=5)))
         (worker,) = client.get("/v1/workers").json()["data"]
         assert worker["status"] == "silent"
+        assert (worker["checkpoint"], worker["precision"], worker["devices"]) == (None, None, [])
 
     def test_they_are_listed_in_pages(self, client: TestClient, driver: JobDriver) -> None:
         for number in range(3):
@@ -214,15 +215,28 @@ class TestRealWorker:
         (device,) = worker["devices"]
         assert device["name"].startswith("cpu")
         assert 0 < device["memory_used_bytes"] < device["memory_total_bytes"]
-        assert (worker["rank_groups"], worker["failures_in_a_row"], worker["crashed_jobs"]) == (1, 0, [])
+        assert (worker["rank_groups"], worker["restarts"]) == (1, 0)
+        assert (worker["failures_in_a_row"], worker["crashed_jobs"]) == (0, [])
+        assert (worker["precision"], worker["stage"]) == ("no model", None)
+        assert worker["checkpoint"]["model_id"] == "rushes/tiny-fasth3-8-step-demo"
+        assert len(worker["checkpoint"]["revision"]) == 64
         video_id = posted(client, prompt="a dog [step 0.3]")
 
         def runs() -> bool:
             (worker,) = client.get("/v1/workers").json()["data"]
-            return (worker["status"], worker["job_id"]) == ("busy", video_id)
+            return (worker["status"], worker["job_id"], worker["stage"]) == ("busy", video_id, "denoising")
 
         eventually(runs)
         rows.wait_completed(video_id)
+
+        def memory() -> int:
+            (worker,) = client.get("/v1/workers").json()["data"]
+            assert worker["stage"] is None or worker["status"] == "busy"
+            used: int = worker["devices"][0]["memory_used_bytes"]
+            return used
+
+        # frames that the rank made are more than it had when it started
+        eventually(lambda: memory() != device["memory_used_bytes"])
 
     def test_a_drained_one_finishes_its_job_and_takes_no_more_until_it_is_resumed(
         self, rendering: tuple[TestClient, Jobs]

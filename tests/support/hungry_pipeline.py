@@ -19,6 +19,8 @@ _SHARE = 0.8
 class HungryPipeline:
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
+    precision = "no model"
+
     def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
         self._rank = rank
         self._sp = sp

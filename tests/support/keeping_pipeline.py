@@ -18,6 +18,7 @@ class KeepingPipeline:
 
     def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
         self._pipeline = FastH3Pipeline(checkpoint, rank=rank, sp=sp, device=device, options=options)
+        self.precision = self._pipeline.precision
 
     def render(self, request: RenderRequest, reporter: Reporter) -> None:
         self._pipeline.render(request, _KeepingReporter(reporter, Path(os.environ[FOLDER])))

@@ -38,6 +38,8 @@ _DIRECTIVE = re.compile(r"\[([a-z ]+?)((?: [0-9.]+)?)((?: rank \d+)?)((?: at ste
 class ScriptedPipeline:
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
+    precision = "no model"
+
     def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
         self._rank = rank
         self._sp = sp

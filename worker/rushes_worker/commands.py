@@ -61,6 +61,16 @@ class Ready:
     memory_used_bytes: int
     memory_total_bytes: int
     """Of the GPU, or of the process and the machine where there is none."""
+    precision: str
+    """What the pipeline computes in, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsed:
+    """After a render."""
+
+    used_bytes: int
+    """As `Ready` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +143,4 @@ class Failed:
 
 
 Outcome = Done | Stopped | Refused | Failed
-Report = Ready | Unfit | Advanced | UnitReady | AudioReady | Outcome
+Report = Ready | Unfit | MemoryUsed | Advanced | UnitReady | AudioReady | Outcome

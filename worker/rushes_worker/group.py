@@ -9,14 +9,14 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
-from rushes_worker.commands import Boot, Command, Failed, Ready, Render, Report, Stop, Unfit
+from rushes_worker.commands import Boot, Command, Failed, MemoryUsed, Ready, Render, Report, Stop, Unfit
 from rushes_worker.layout import NODES
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.network import interface_of
@@ -110,7 +110,7 @@ class RankGroup:
 
     @property
     def devices(self) -> list[Ready]:
-        """What the ranks that have loaded their share run on, in order."""
+        """What the ranks that have loaded their share run on, in order; memory as it was after the last render."""
         return [self._devices[rank] for rank in sorted(self._devices)]
 
     @property
@@ -229,6 +229,8 @@ class RankGroup:
         if isinstance(report, Ready):
             self._ready.add(rank)
             self._devices[rank] = report
+        elif isinstance(report, MemoryUsed):
+            self._devices[rank] = replace(self._devices[rank], memory_used_bytes=report.used_bytes)
         elif isinstance(report, Failed) and not report.intact:
             self._failed.add(rank)
         elif isinstance(report, Unfit):

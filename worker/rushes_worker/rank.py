@@ -23,7 +23,7 @@ from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, Rus
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent
-from rushes_worker.commands import Boot, Done, Failed, Outcome, Ready, Refused, Render, Stopped, Unfit
+from rushes_worker.commands import Boot, Done, Failed, MemoryUsed, Outcome, Ready, Refused, Render, Stopped, Unfit
 from rushes_worker.pipeline.base import Cancelled, Pipeline
 from rushes_worker.reporter import Agreement, RankReporter, alone
 
@@ -46,12 +46,14 @@ class Rank:
     def serve(self) -> None:
         """Render until the supervisor closes the connection or a render leaves this rank out of step."""
         used, total = _memory(self._boot)
-        self._connection.send(Ready(self._device, used, total))
+        self._connection.send(Ready(self._device, used, total, self._pipeline.precision))
         while True:
             command = self._connection.recv()
             # a Stop that came after the render it was meant for means nothing any more
             if isinstance(command, Render):
                 outcome = self._render(command)
+                used, _ = _memory(self._boot)
+                self._connection.send(MemoryUsed(used))
                 self._connection.send(outcome)
                 if isinstance(outcome, Failed) and not outcome.intact:
                     return

@@ -71,6 +71,8 @@ class Supervisor:
         self._plan = _plan(settings, assignment)
         self._epoch = 0
         self._failures = 0
+        revision = contract.checkpoint_content_sha256 or contract.base_model_revision
+        self._checkpoint = {"model_id": contract.model_id, "revision": revision}
         self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         model = model_name(settings, contract)
         self._heartbeat = Heartbeat(
@@ -231,6 +233,7 @@ class Supervisor:
         return {
             "version": version("rushes"),
             "pid": os.getpid(),
+            "checkpoint": self._checkpoint,
             "ranks": [] if group is None else group.pids,
             "devices": [] if group is None else [asdict(rank) for rank in group.devices],
             "failures": self._failures,

@@ -1,7 +1,7 @@
 """The replicas that render. For keys with the scope `admin`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rushes_core import replicas
 from rushes_core.fields import printable
 from rushes_core.listed import Listed
-from rushes_core.models import Replica
+from rushes_core.models import Job, Replica
 from rushes_core.moment import unix_or_none
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -35,9 +35,17 @@ class Device(BaseModel):
 
     name: str
     memory_used_bytes: int
-    """When its weights were loaded."""
+    """After its last job, or when its weights were loaded."""
     memory_total_bytes: int
     """Of the GPU, or of the process and the machine where there is none."""
+
+
+class Checkpoint(BaseModel):
+    """What a replica has loaded."""
+
+    model_id: str
+    revision: str | None
+    """Hash of the export's content, or the revision that its base components are of."""
 
 
 class Worker(Listed):
@@ -53,14 +61,22 @@ class Worker(Listed):
     """Of Rushes; null until it first had ranks."""
     pool: str
     layout: str
+    checkpoint: Checkpoint | None
+    """Null until it first had ranks."""
+    precision: str | None
+    """What its ranks compute in, for people; null while it has none."""
     devices: list[Device]
     job_id: str | None
     """On its ranks now."""
+    stage: str | None
+    """Of that job: `encoding`, `denoising`, `decoding`, `muxing`, `uploading`."""
     started_at: int
     last_seen_at: int
     drain_requested_at: int | None
     rank_groups: int
-    """That it has started: 1 unless one ended."""
+    """That it has started, which is its epoch: 1 unless one ended."""
+    restarts: int
+    """Rank groups that took another's place."""
     failures_in_a_row: int
     """Rank groups that ended without a completed job between them."""
     crashed_jobs: list[str]
@@ -82,7 +98,8 @@ async def list_workers(
     wanted = wanted_page(parameters, key_of=_replica_id, what="a worker", descending=False)
     rows = (await session.execute(wanted.rows(replicas.up(seen_within_seconds=_ONE_DAY), Replica.id))).scalars().all()
     overdue_at = await _overdue_at(session, state)
-    return WorkerList.of(rows, lambda row: _worker(row, overdue_at), limit=wanted.limit)
+    stages = await _stages(session, rows)
+    return WorkerList.of(rows, lambda row: _worker(row, overdue_at, stages), limit=wanted.limit)
 
 
 @router.post("/{worker_id}/drain", response_model=Worker, dependencies=[NO_BODY])
@@ -113,7 +130,7 @@ async def _change(
             found = (await session.execute(update)).scalar_one_or_none()
         if found is None:
             raise ApiError(f"no worker {printable(worker_id)}", code="worker_not_found", status=HTTPStatus.NOT_FOUND)
-        return _worker(found, await _overdue_at(session, state))
+        return _worker(found, await _overdue_at(session, state), await _stages(session, [found]))
 
     call = Call(caller, f"POST /v1/workers/{worker_id}/{name}", None, "", is_harmless=True)
     return await take_effect(call, change, request=request, sessions=state["sessions"])
@@ -124,8 +141,19 @@ async def _overdue_at(session: AsyncSession, state: State) -> datetime:
     return now.astimezone(UTC) - timedelta(seconds=state["settings"].lease_seconds)
 
 
-def _worker(replica: Replica, overdue_at: datetime) -> Worker:
+async def _stages(session: AsyncSession, rows: Sequence[Replica]) -> Mapping[str, str | None]:
+    """The phases of the jobs on these replicas' ranks, by job."""
+    job_ids = [row.job_id for row in rows if row.job_id is not None]
+    if not job_ids:
+        return {}
+    found = await session.execute(select(Job.id, Job.phase).where(Job.id.in_(job_ids)))
+    return {job_id: phase for job_id, phase in found.all()}  # noqa: C416  a Row is no pair to type checkers
+
+
+def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | None]) -> Worker:
     detail = replica.detail
+    devices = detail.get("devices", [])
+    checkpoint = detail.get("checkpoint")
     return Worker(
         id=replica.id.replace("#", "~"),
         object="worker",
@@ -135,19 +163,23 @@ def _worker(replica: Replica, overdue_at: datetime) -> Worker:
         version=detail.get("version"),
         pool=replica.pool,
         layout=replica.layout,
+        checkpoint=None if checkpoint is None else Checkpoint.model_validate(checkpoint),
+        precision=devices[0].get("precision") if devices else None,
         devices=[
             Device(
                 name=str(device["device"]),
                 memory_used_bytes=device["memory_used_bytes"],
                 memory_total_bytes=device["memory_total_bytes"],
             )
-            for device in detail.get("devices", [])
+            for device in devices
         ],
         job_id=replica.job_id,
+        stage=None if replica.job_id is None else stages.get(replica.job_id),
         started_at=int(replica.started_at.timestamp()),
         last_seen_at=int(replica.last_seen.timestamp()),
         drain_requested_at=unix_or_none(replica.drain_requested_at),
         rank_groups=replica.epoch,
+        restarts=max(0, replica.epoch - 1),
         failures_in_a_row=int(detail.get("failures", 0)),
         crashed_jobs=[str(job_id) for job_id in detail.get("crashed_jobs", [])],
     )

@@ -139,8 +139,16 @@ class Client:
             delay = min(2 * delay, _LONGEST_DELAY)
 
 
-def from_environment(*, patience: float = PATIENCE_SECONDS, on_wait: Callable[[str], None] | None = None) -> Client:
+def from_environment(
+    *,
+    patience: float = PATIENCE_SECONDS,
+    on_wait: Callable[[str], None] | None = None,
+    scope: str = "batches",
+) -> Client:
     """A client for what `RUSHES_URL` and `RUSHES_KEY` name, or the operator's `RUSHES_API_KEY`.
+
+    Args:
+        scope: that the key needs.
 
     Raises:
         UsageError
@@ -155,7 +163,7 @@ def from_environment(*, patience: float = PATIENCE_SECONDS, on_wait: Callable[[s
         raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
     key = next(filter(None, (os.environ.get(name, "").strip() for name in ("RUSHES_KEY", "RUSHES_API_KEY"))), None)
     if key is None:
-        raise UsageError("RUSHES_KEY is missing: a key with the scope batches; `rushes up` prints one")
+        raise UsageError(f"RUSHES_KEY is missing: a key with the scope {scope}; `rushes up` prints one")
     if not (key.isascii() and key.isprintable()):
         raise UsageError("RUSHES_KEY has characters that no key has")
     return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)

@@ -50,6 +50,9 @@ class Reporter(Protocol):
 class Pipeline(Protocol):
     """A loaded model on one rank of a replica."""
 
+    precision: str
+    """What it computes in, for people."""
+
     def render(self, request: RenderRequest, reporter: Reporter) -> None:
         """Render `request`. Raises `Cancelled`, or `InvalidRequest` for what the request itself caused.
 

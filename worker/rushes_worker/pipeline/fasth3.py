@@ -52,6 +52,10 @@ class Precision:
             return cls(torch.bfloat16, torch.bfloat16, torch.float16)
         return cls(torch.float32, torch.float32, torch.float32)
 
+    def __str__(self) -> str:
+        parts = {"transformer": self.transformer, "text encoder": self.text_encoder, "video VAE": self.video_vae}
+        return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in parts.items())
+
 
 class FastH3Pipeline:
     """A loaded student on one rank; implements `Pipeline`."""
@@ -102,6 +106,7 @@ class FastH3Pipeline:
             parallel=self._parallel,
             attention=attention,
         )
+        self.precision = str(precision)
         self.dtype = precision.transformer
         """Of the transformer's rows."""
         self._text_encoder = TextEncoder(

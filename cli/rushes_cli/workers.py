@@ -1,0 +1,66 @@
+"""`rushes workers`: the replicas that render, as the API tells of them."""
+
+import argparse
+import time
+from typing import Any
+
+from rushes_cli.campaigns.client import from_environment
+from rushes_cli.operator import print_json, print_table
+
+_PATIENCE_SECONDS = 10.0
+_GIB = 1 << 30
+_TITLES = ("NAME", "STATUS", "LAYOUT", "CHECKPOINT", "PRECISION", "STAGE", "JOB", "EPOCH", "RESTARTS", "MEMORY", "SEEN")
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("workers", help="list the replicas, and what they do")
+    parser.add_argument("--json", action="store_true", help="print JSON objects, one a line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    client = from_environment(patience=_PATIENCE_SECONDS, scope="admin")
+    try:
+        workers = list(client.pages("/v1/workers", limit=100))
+    finally:
+        client.close()
+    if arguments.json:
+        for worker in workers:
+            print_json(worker)
+    else:
+        now = time.time()
+        print_table(_TITLES, [row(worker, now=now) for worker in workers])
+    return 0
+
+
+def row(worker: dict[str, Any], *, now: float) -> tuple[str, ...]:
+    """What is shown of one of the API's workers at `now`, Unix seconds."""
+    checkpoint = worker["checkpoint"] or {"model_id": worker["model"], "revision": None}
+    revision = (checkpoint["revision"] or "").removeprefix("hf://")
+    return (
+        worker["name"],
+        worker["status"],
+        worker["layout"],
+        checkpoint["model_id"] + (f"@{revision[:12]}" if revision else ""),
+        _short(worker["precision"] or "-"),
+        worker["stage"] or "-",
+        worker["job_id"] or "-",
+        str(worker["rank_groups"]),
+        str(worker["restarts"]),
+        _memory(worker["devices"]),
+        f"{max(0, round(now - worker['last_seen_at']))} s ago",
+    )
+
+
+def _short(precision: str) -> str:
+    """One word where all parts are the same."""
+    words = {part.rpartition(" ")[2] for part in precision.split(", ")}
+    return words.pop() if len(words) == 1 else precision
+
+
+def _memory(devices: list[dict[str, Any]]) -> str:
+    """The fullest device: what is used of what there is."""
+    if not devices:
+        return "-"
+    fullest = max(devices, key=lambda device: device["memory_used_bytes"] / device["memory_total_bytes"])
+    return f"{fullest['memory_used_bytes'] / _GIB:.1f} of {fullest['memory_total_bytes'] / _GIB:.1f} GiB"
