@@ -180,6 +180,38 @@ class TestStop:
         assert rows.of(campaign).hold_reason == "paused"
         rows.complete(running)
 
+    def test_a_pause_holds_whatever_feeders_do_at_that_moment(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign(2_000)
+        stop = threading.Event()
+
+        def feed() -> None:
+            feeder_of_thread = Feeder(rows.engine, seen_within_seconds=60)
+            while not stop.is_set():
+                feeder_of_thread.feed()
+
+        threads = [threading.Thread(target=feed) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(25):
+                wait_until(lambda: rows.open_lines(campaign))
+                change_and_close(rows, campaign, paused_at="now()")
+                assert rows.claim() is None
+                rows.run(feeder.resume(campaign))
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def test_what_was_claimed_in_the_moment_of_a_pause_goes_back(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign()
+        rows.feed()
+        held = rows.claim()
+        assert held is not None
+        rows.change(campaign, paused_at=text("now()"), hold_reason="paused")
+        rows.feed()
+        assert rows.start(held) is None
+
     def test_a_resume_goes_on_where_it_was(self, rows: CampaignRows) -> None:
         campaign = rows.campaign()
         rows.feed()

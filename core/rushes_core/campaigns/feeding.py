@@ -79,7 +79,8 @@ ORDER BY run_at LIMIT 1
 """)
 _ALL_LINES = 2**62
 _COUNTED = ("queued", "in_progress", "ended", "failed", "remaining_cost", "gpu_seconds")
-_NUMBERS = (*_COUNTED, "num_open", "num_leased", "num_late")
+_LIVE_NUMBERS = ("num_open", "num_leased", "num_late", "num_ahead")
+_NUMBERS = (*_COUNTED, *_LIVE_NUMBERS)
 _COUNTS = (
     text("""
 SELECT coalesce(sum(queued), 0) AS queued, coalesce(sum(in_progress), 0) AS in_progress,
@@ -93,10 +94,11 @@ FROM campaign_counts WHERE campaign_id = campaigns.id
 _LIVE = (
     text(f"""
 SELECT count(*) FILTER (WHERE state = 'queued') AS num_open, count(*) FILTER (WHERE state <> 'queued') AS num_leased,
-    count(*) FILTER (WHERE state = 'queued' AND start_by <= now()) AS num_late
+    count(*) FILTER (WHERE state = 'queued' AND start_by <= now()) AS num_late,
+    count(*) FILTER (WHERE state = 'claimed' AND (start_by IS NULL OR start_by > now())) AS num_ahead
 FROM jobs WHERE {live("queued", "claimed", "running", campaign="campaigns.id")}
 """)
-    .columns(*(column(name, Double) for name in ("num_open", "num_leased", "num_late")))
+    .columns(*(column(name, Double) for name in _LIVE_NUMBERS))
     .lateral("live")
 )
 
@@ -203,11 +205,15 @@ class Feeder:
 
     def _is_due(self, standing: Standing, target: int, now: datetime) -> bool:
         campaign = standing.campaign
-        if standing.num_late or standing.is_over(now):
-            return standing.num_open > 0
+        # also what was claimed in the moment in which somebody closed the others
+        may_start = standing.num_open + standing.num_ahead > 0
+        if standing.is_over(now):
+            return may_start
         reason = standing.reason_to_wait(now)
         if reason is not None:
-            return reason != campaign.hold_reason or standing.num_open > 0
+            return reason != campaign.hold_reason or may_start
+        if standing.num_late:
+            return True
         if standing.has_failed_too_often or campaign.hold_reason not in (None, "budget", "window"):
             return True
         if campaign.proof_count is not None and campaign.proof_state != "approved" and not standing.num_live:

@@ -35,6 +35,8 @@ class Standing:
     num_leased: int
     num_late: int
     """Open ones whose time to start has passed."""
+    num_ahead: int
+    """Claimed ones that may still be started."""
 
     @property
     def num_live(self) -> int:
