@@ -1,6 +1,6 @@
-// Block-sparse attention for sm_90a, compiled by NVRTC behind hopper.cuh. Two kernels: `merge_lists` turns the key tiles
-// of GROUP query tiles into one shared list, `attend` streams those tiles through shared memory past one warpgroup a query
-// tile.
+// Block-sparse attention for sm_90a, compiled by NVRTC behind hopper.cuh. Two kernels: `merge_lists` turns the key
+// tiles of GROUP query tiles into one shared list, `attend` streams those tiles through shared memory past one
+// warpgroup a query tile.
 //
 // A tile is ROWS x DIM bf16. One producer warp loads key and value tiles into a ring of STAGES slots by TMA. Each of
 // GROUP consumer warpgroups holds its query tile as A fragments and its output in registers and computes, a tile at a

@@ -6,6 +6,7 @@ Shapes: H heads, n tiles, P of them prefix, V = n - P; B places of a tile, D hea
 # triton comes with the CUDA builds of torch alone
 # pyright: reportMissingImports=false, reportIndexIssue=false
 import math
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -27,7 +28,8 @@ def attend(
     out_HnBD = torch.empty_like(q_HnBD)
     log2_scale = D**-0.5 * math.log2(math.e)
     wide = q_HnBD.dtype == torch.float32
-    with torch.cuda.device(q_HnBD.device):
+    # Triton's interpreter takes tensors of the CPU
+    with torch.cuda.device(q_HnBD.device) if q_HnBD.is_cuda else nullcontext():
         _attend_kernel[(n, H)](
             q_HnBD,
             k_HnBD,

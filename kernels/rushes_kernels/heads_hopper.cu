@@ -1,8 +1,8 @@
 // Attention of all tokens to all tokens for sm_90a, heads of 64 channels, compiled by NVRTC behind hopper.cuh.
 //
-// A unit is GROUP * ROWS query rows of one head of one batch; a block takes every gridDim.x-th. One producer warp streams
-// keys and values of the head through a ring of STAGES slots by TMA, which fills rows past the last token with zeros. Each
-// of GROUP consumer warpgroups computes the rows of its own against every tile.
+// A unit is GROUP * ROWS query rows of one head of one batch; a block takes every gridDim.x-th. One producer thread
+// streams keys and values of the head through a ring of STAGES slots by TMA, which fills rows past the last token with
+// zeros. Each of GROUP consumer warpgroups computes the rows of its own against every tile.
 
 constexpr int GROUP = 3, STAGES = 6;
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
@@ -15,7 +15,8 @@ struct Shape {
 };
 
 // TILE_ROWS rows of one head, which are 128 bytes each, with the 128-byte swizzle.
-__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int head, int token, int batch, u32 barrier) {
+__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int head, int token, int batch,
+                                          u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
         "[%6];" ::"r"(target),

@@ -67,8 +67,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 
 
-// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart, with the 128-byte swizzle. Keys are K-major, values
-// MN-major; panels of 64 channels follow each other. `low` is an address >> 4, to which constants are added.
+// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart, with the 128-byte swizzle. Keys are K-major,
+// values MN-major; panels of 64 channels follow each other. `low` is an address >> 4, to which constants are added.
 constexpr u32 PANEL = TILE_ROWS * 128 >> 4, KEYS_STEP = 2, VALUES_STEP = 128, VALUES_OFFSET = TILE_BYTES >> 4;
 constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, KEYS_LOW = 1u << 16, VALUES_LOW = PANEL << 16;
 __device__ __forceinline__ u64 descriptor(u32 low) { return (u64)DESCRIPTOR_HIGH << 32 | low; }
@@ -149,7 +149,8 @@ constexpr float MAX_GROWTH = 10.f;
 constexpr int ALWAYS = -2147483647 - 1;
 
 // Read as integers, floats from 0 on are in order and above all negative ones: three of them are compared by one
-// instruction. A negative limit cannot be told that way; such rows, which are rare, look closely at every tile.
+// instruction. A negative limit cannot be told that way; such rows, which are rare, look closely at every tile. The lowest
+// integer is -0.
 __device__ __forceinline__ int limit_of(float reference, float log2_scale) {
     const float limit = reference + MAX_GROWTH / log2_scale;
     return limit < 0 ? ALWAYS : __float_as_int(limit);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void attend_tile(Rows& rows, u32 low, int valid, floa
     for (int i = 0; i < KEYS / 2; i += 2)
         top[i / 2 % 2] = __vimax3_s32(top[i / 2 % 2], __float_as_int(s[i]), __float_as_int(s[i + 1]));
     // the branch also keeps the compiler from sinking the exponentials below the next wait
-    if (__any_sync(~0u, top[0] > rows.limit[0] || top[1] > rows.limit[1])) {
+    if (__any_sync(~0u, top[0] >= rows.limit[0] || top[1] >= rows.limit[1])) {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void attend_tile(Rows& rows, u32 low, int valid, floa
             high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
             high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
             // what happens to a row is up to itself alone
-            if (__float_as_int(high) <= rows.limit[r]) high = rows.reference[r];
+            if (__float_as_int(high) < rows.limit[r]) high = rows.reference[r];
             factor[r] = exp2_fast((rows.reference[r] - high) * log2_scale);
             rows.reference[r] = high;
             rows.limit[r] = limit_of(high, log2_scale);

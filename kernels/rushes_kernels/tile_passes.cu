@@ -38,11 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 #ifdef LANES
-// What `pack` does, for q, k and v at once (blockIdx.z) and HEADS heads a block, one after the other, whose rows have LANES
-// words. Before that, every row of q and k is divided by its root mean square, multiplied by the weight, and its first
-// 2 * ROTARY words are turned by the angles of its row: a word and the one ROTARY words behind it are the two coordinates.
-// The means are those of the rounded rows. Places past a tile's size become 0: they cost attention less power. cos, sin:
-// (all rows, ROTARY * WORD) fp32. PLACES is a multiple of 32.
+// What `pack` does, for q, k and v at once (blockIdx.z) and HEADS heads a block, one after the other, whose rows have
+// LANES words. Before that, every row of q and k is divided by its root mean square, multiplied by the weight, and its
+// first 2 * ROTARY words are turned by the angles of its row: a word and the one ROTARY words behind it are the two
+// coordinates. The means are those of the rounded rows. Places past a tile's size become 0: they cost attention less
+// power. cos, sin: (all rows, ROTARY * WORD) fp32. PLACES is a multiple of 32.
 //
 // A thread takes two words of a row, both coordinates where they are turned, in the same rows of every head: the angles
 // stay in its registers, and the words of the next head are on their way meanwhile.

@@ -145,6 +145,11 @@ class TestAgainstTheReference:
         problem.lists = torch.where(counted, problem.lists, 10_000).sort(-1, descending=False).values.int()
         torch.testing.assert_close(problem.run(provider).float(), first, atol=2**-7, rtol=2**-7)
 
+    def test_products_that_are_all_negative_zeros_weigh_alike(self, provider: Provider) -> None:
+        problem = uneven(seed=7)
+        problem.q[:], problem.k[:] = 0, -1
+        check(problem, provider)
+
     def test_nan_stays_in_its_rows(self, provider: Provider) -> None:
         problem = uneven(seed=4)
         sound = problem.run(provider)

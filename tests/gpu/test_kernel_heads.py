@@ -83,6 +83,12 @@ def test_references_that_rise_or_fall_with_every_tile(sign: int) -> None:
     check(qkv)
 
 
+def test_products_that_are_all_negative_zeros_weigh_alike() -> None:
+    qkv = randn(1, 300, 2, torch.float16)
+    qkv[:, :, :2], qkv[:, :, 2:4] = 0, -1
+    check(qkv)
+
+
 def test_tokens_of_other_batches_do_not_count() -> None:
     qkv = randn(3, 77, 2, torch.float16)
     alone = attend_heads(qkv[1:2].contiguous())
