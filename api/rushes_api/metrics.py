@@ -1,7 +1,7 @@
 """What Prometheus scrapes: requests of this process, and the queue and the replicas as the database has them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from rushes_core import backlog, measured, replicas
+from rushes_core.campaigns import statements as campaigns
+from rushes_core.campaigns.tables import ACTIVE_STATES
 from rushes_core.database import EACH_ALONE
 from rushes_core.fields import PRIORITIES
+from rushes_core.holds import CAMPAIGN, CONCURRENCY
 from rushes_core.log import get_logger
 from rushes_core.states import JobState
 from rushes_core.webhooks import deliveries, endpoints
@@ -41,6 +44,7 @@ class _Reading:
     num_paused: int
     webhooks: Any
     webhook_endpoints: Sequence[Any]
+    campaigns: Mapping[str, int]
 
 
 class Metrics:
@@ -124,6 +128,7 @@ class _DatabaseFigures(Collector):
         yield GaugeMetricFamily("rushes_database_up", "Whether the database answered", value=float(reading is not None))
         if reading is not None:
             yield from _queue_figures(reading)
+            yield _campaign_figures(reading)
             yield _replica_figures(reading)
             yield from _time_figures(reading)
             yield from _webhook_figures(reading)
@@ -136,12 +141,16 @@ async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
     pauses = (await session.execute(backlog.queue_pauses())).scalars().all()
     webhooks = (await session.execute(deliveries.standing())).one()
     endpoint_states = (await session.execute(endpoints.states())).all()
-    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states)
+    active = {row[0]: row[1] for row in (await session.execute(campaigns.num_active_by_state())).all()}
+    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states, active)
 
 
 def _queue_figures(reading: _Reading) -> Iterable[Metric]:
     depth = GaugeMetricFamily("rushes_queue_depth", "Queued jobs, those that are held too", labels=["priority"])
     held = GaugeMetricFamily("rushes_queue_held", "Queued jobs over their key's max_running", labels=["priority"])
+    unopened = GaugeMetricFamily(
+        "rushes_queue_in_campaigns", "Queued jobs that their campaign has not opened", labels=["priority"]
+    )
     early = GaugeMetricFamily("rushes_queue_early", "Queued jobs whose time has not come", labels=["priority"])
     oldest = GaugeMetricFamily(
         "rushes_queue_oldest_seconds", "Since when the first queued job might have been claimed", labels=["priority"]
@@ -151,14 +160,22 @@ def _queue_figures(reading: _Reading) -> Iterable[Metric]:
         rows = [row for row in reading.queue if row.priority == value]
         queued = [row for row in rows if row.state == JobState.QUEUED]
         depth.add_metric([name], sum(row.num_jobs for row in queued))
-        held.add_metric([name], sum(row.num_jobs for row in queued if row.hold is not None))
+        held.add_metric([name], sum(row.num_jobs for row in queued if row.hold == CONCURRENCY))
+        unopened.add_metric([name], sum(row.num_jobs for row in queued if row.hold == CAMPAIGN))
         early.add_metric([name], sum(row.num_early for row in queued))
         oldest.add_metric([name], max((row.waiting_seconds or 0.0 for row in queued), default=0.0))
         running.add_metric([name], sum(row.num_jobs for row in rows if row.state != JobState.QUEUED))
-    yield from (depth, held, early, oldest, running)
+    yield from (depth, held, unopened, early, oldest, running)
     yield GaugeMetricFamily(
         "rushes_queues_paused", "Projects that are paused; all of them count as one", value=reading.num_paused
     )
+
+
+def _campaign_figures(reading: _Reading) -> Metric:
+    family = GaugeMetricFamily("rushes_campaigns", "Campaigns that have not ended", labels=["state"])
+    for state in ACTIVE_STATES:
+        family.add_metric([state], reading.campaigns.get(state, 0))
+    return family
 
 
 def _replica_figures(reading: _Reading) -> Metric:

@@ -4,6 +4,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     Double,
     Integer,
     Select,
@@ -18,6 +19,7 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    text,
     true,
     tuple_,
     union_all,
@@ -28,8 +30,10 @@ from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, CompoundSelect
 
+from rushes_core.campaigns.tables import Campaign, CampaignCount
+from rushes_core.holds import CAMPAIGN, CONCURRENCY
 from rushes_core.models import ApiKey, Job, ProjectShare, QueuePause, Replica
-from rushes_core.predicates import IS_CLAIMABLE, IS_LEASED, IS_QUEUED
+from rushes_core.predicates import IS_CLAIMABLE, IS_LEASED, IS_QUEUED, in_states
 from rushes_core.states import JobState
 
 SERVING_WINDOW = timedelta(minutes=1)
@@ -69,14 +73,15 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
 
     Columns: `state`, `priority`, `hold`, `num_jobs`, `num_early`, those of them whose time to be claimed has not come,
     and `waiting_seconds` of the queued job that has waited longest since it might have been claimed; null while none
-    may be. Queued jobs are counted up to `MAX_COUNTED` for each project, class and model, held ones for each key.
+    may be. Queued jobs are counted up to `MAX_COUNTED` for each project, class and model, held ones for each key; those
+    that wait with their campaign are of its class.
     """
     lane, key = lanes(), _keys()
     open_ = select(Job.run_at).where(_in_lane(lane)).order_by(Job.run_at).limit(MAX_COUNTED)
     open_rows = open_.correlate(lane).lateral("open")
     held = (
         select(Job.priority, Job.hold, Job.run_at)
-        .where(IS_QUEUED, Job.api_key == key.c.api_key, Job.hold.is_not(None))
+        .where(IS_QUEUED, Job.api_key == key.c.api_key, Job.hold == CONCURRENCY)
         .order_by(Job.hold, Job.priority, Job.run_at)
         .limit(MAX_COUNTED)
     )
@@ -118,7 +123,34 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
         of_open = of_open.where(lane.c.project == project)
         of_held = of_held.join(ApiKey, ApiKey.id == key.c.api_key).where(ApiKey.project == project)
         leased = leased.where(Job.project == project)
-    return union_all(of_open, of_held, leased)
+    return union_all(of_open, of_held, _in_campaigns(project), leased)
+
+
+def _in_campaigns(project: str | None) -> Select[*tuple[Any, ...]]:
+    """Jobs that their campaigns have not opened, as a part of `overview`: by the counters, less those that are open."""
+    counted = select(func.coalesce(func.sum(CampaignCount.queued), 0)).where(CampaignCount.campaign_id == Campaign.id)
+    # as the index of open jobs has it
+    is_open = and_(in_states(JobState.QUEUED), text("hold IS DISTINCT FROM 'campaign'"))
+    open_ = select(func.count()).select_from(Job).where(Job.campaign_id == Campaign.id, is_open)
+    waiting = counted.correlate(Campaign).scalar_subquery() - open_.correlate(Campaign).scalar_subquery()
+    each = select(Campaign.priority.label("priority"), waiting.label("waiting")).where(
+        Campaign.state.in_(("validating", "in_progress", "cancelling"))
+    )
+    if project is not None:
+        each = each.where(Campaign.project == project)
+    rows = each.subquery("campaigns_waiting")
+    return (
+        select(
+            literal(JobState.QUEUED.value, String),
+            rows.c.priority,
+            literal(CAMPAIGN, String),
+            func.sum(rows.c.waiting).cast(BigInteger),
+            literal_column("0", Integer),
+            null().cast(Double),
+        )
+        .where(rows.c.waiting > 0)
+        .group_by(rows.c.priority)
+    )
 
 
 def _num_early(run_at: ColumnElement[datetime]) -> ColumnElement[int]:

@@ -461,6 +461,20 @@ class TestForecast:
         assert changed["eta"]["completes_at"] - time.time() > 2 * 7 * 86_400
 
 
+def test_what_waits_in_campaigns_is_counted_apart(client: TestClient, campaigns: Campaigns) -> None:
+    first, second = campaigns.loaded(LINES), campaigns.loaded(LINES, priority=1)
+    campaigns.open(first, 1)
+    campaigns.stop(second)
+    queue = made(client.get("/v1/queue"))
+    assert queue["queued"] == 6
+    assert queue["reasons"] == {"campaign": 5}
+    assert {one["priority"]: one["queued"] for one in queue["classes"]} == {"interactive": 1, "normal": 3, "bulk": 2}
+    text = client.get("/metrics").text
+    assert 'rushes_queue_in_campaigns{priority="bulk"} 2.0' in text
+    assert 'rushes_queue_held{priority="bulk"} 0.0' in text
+    assert 'rushes_campaigns{state="cancelling"} 1.0' in text
+
+
 class TestChanging:
     def test_what_waits_says_why(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(LINES)

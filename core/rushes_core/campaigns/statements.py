@@ -90,6 +90,12 @@ def num_active(*, project: str, at_most: int) -> Select[int]:
     return select(func.count()).select_from(found)
 
 
+def num_active_by_state() -> Select[str, int]:
+    """How many campaigns of all projects are in each of `ACTIVE_STATES`."""
+    active = select(Campaign.state, func.count()).where(Campaign.state.in_(ACTIVE_STATES))
+    return active.group_by(Campaign.state)
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """How many items of a campaign are how far, by the counters that every move of a job changes."""
