@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_core import replicas
 from rushes_core.models import MeasuredTime
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
@@ -301,7 +302,17 @@ class TestUnreadable:
 class TestOnlyReading:
     def test_a_dry_run_reports_and_makes_nothing(self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(chunks, "CHUNK_LINES", 2)
+        replica = replicas.upsert_replica(
+            "gpu#1",
+            pool="default",
+            layout="r1s4",
+            model=campaigns.model.name,
+            device="cuda",
+            state="ready",
+            epoch=1,
+        )
         with Session(campaigns.engine) as session, session.begin():
+            session.execute(replica)
             session.add(
                 MeasuredTime(
                     model=campaigns.model.name,
@@ -311,24 +322,30 @@ class TestOnlyReading:
                     num_jobs=50,
                     run_p50=10.0,
                     run_p80=12.0,
+                    run_p90=13.0,
                     phases={},
                 )
             )
         rows = [openai_line(1), openai_line(2), b"{", openai_line(1), openai_line(5, seconds="5")]
-        campaign_id = campaigns.loaded(jsonl(*rows), dry_run=True)
+        days = ["mo", "tu", "we", "th", "fr", "sa", "su"]
+        window = {"timezone": "UTC", "days": days, "start": "00:00", "end": "24:00", "on_close": "stop"}
+        campaign_id = campaigns.loaded(jsonl(*rows), dry_run=True, window=window)
         campaign = campaigns.read(campaign_id)
         assert campaign.state == "completed"
         assert campaign.report is not None
         report = dict(campaign.report)
         errors = report.pop("errors")
-        # the shape that was not measured takes its part by frames
-        seconds = pytest.approx(10.0 * (2 + 124 / 107), abs=0.1)
+        assert report.pop("completes_at") < report.pop("completes_at_latest")
+        # the shape that was not measured takes its part by frames, and each replica has four GPUs
+        seconds = pytest.approx(4 * 10.0 * (2 + 124 / 107), abs=0.1)
         assert report == {
             "lines": 5,
             "valid": 3,
             "invalid": 2,
             "frames": 2 * 107 + 124,
             "gpu_seconds": seconds,
+            "basis": "last 50 clips",
+            "fits_window": True,
         }
         assert [(error["line"], error["code"]) for error in errors] == [
             (3, "invalid_line"),

@@ -25,6 +25,7 @@ from rushes_core.ids import video_ids
 from rushes_core.request import ResolvedRequest, resolve
 from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
+from rushes_worker.campaigns.chunks import chunks
 from support.checkpoints import tiny_checkpoint
 
 MAX_LINE = 1_000
@@ -188,6 +189,29 @@ class TestLimits:
             tracemalloc.stop()
         assert found == {1: "line_too_long"}
         assert peak < 8_000_000
+
+    def test_long_lines_are_never_in_memory_together(self, model: ServedModel) -> None:
+        """B080"""
+        num_lines = 15_000
+        row = line(prompt="A gull over the harbour. " * 160)
+
+        def read(start: int) -> Iterator[bytes]:
+            assert start == 0
+            return (row * 50 for _ in range(num_lines // 50))
+
+        content = Content(read, num_bytes=num_lines * len(row), max_bytes=2**31)
+        reader = Reader(content, kind="jsonl", max_line_bytes=1_048_576)
+        count = 0
+        tracemalloc.start()
+        try:
+            for chunk in chunks(reader, Terms(model), video_ids()):
+                count += len(chunk.loaded)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (count, reader.position) == (num_lines, (num_lines * len(row), num_lines))
+        assert num_lines * len(row) > 60_000_000
+        assert peak < 30_000_000
 
     def test_a_quote_that_is_never_closed_ends_at_the_limit(self) -> None:
         data = b'prompt,seed\nok,1\n"never\n' + b"more,2\n" * 1_000

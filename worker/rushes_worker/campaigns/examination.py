@@ -1,20 +1,22 @@
 """What a campaign's file would become, without making anything of it."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rushes_core.campaigns import loading
+from rushes_core.campaigns import forecast, loading
+from rushes_core.campaigns.forecast import Capacity
 from rushes_core.campaigns.loading import Refused
-from rushes_core.measured import measured
-from sqlalchemy import Connection, Engine
+from rushes_core.campaigns.tables import Campaign
+from rushes_core.campaigns.view import eta_of
+from rushes_core.campaigns.windows import Window
+from rushes_core.measured import RunTimes, Shape, cost_of, measured
+from rushes_core.settings import Settings
+from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.orm import Session
 
 from rushes_worker.campaigns.chunks import Chunk
 from rushes_worker.campaigns.copying import copy_rows
-
-Shape = tuple[int, int, int]
 
 
 class Examination:
@@ -24,16 +26,19 @@ class Examination:
         renew: called between chunks; what it raises ends the reading.
     """
 
-    def __init__(self, engine: Engine, *, renew: Callable[[], None]) -> None:
+    def __init__(self, campaign: Campaign, settings: Settings, engine: Engine, *, renew: Callable[[], None]) -> None:
+        self._campaign = campaign
+        self._settings = settings
         self._engine = engine
         self._renew = renew
         self._num_valid = self._num_invalid = 0
         self._shapes: Counter[Shape] = Counter()
         self._errors: list[dict[str, Any]] = []
 
-    def run(self, chunks: Iterator[Chunk], *, model: str) -> dict[str, Any]:
+    def run(self, chunks: Iterator[Chunk]) -> dict[str, Any]:
         """The column `report` of a campaign: `lines` with a request, those `valid` and `invalid`, `frames`,
-        `gpu_seconds`, which is null where nothing was measured, and the first `errors`.
+        `gpu_seconds`, null where nothing was measured, when it would be done if it were sent now, as in its `eta`, and
+        the first `errors`.
 
         Raises:
             FileUnreadable, StorageError
@@ -51,16 +56,51 @@ class Examination:
             finally:
                 # the tables go with it
                 connection.invalidate()
-        with Session(self._engine) as session:
-            seconds = {(row.width, row.height, row.num_frames): row.run_p50 for row in session.scalars(measured(model))}
         return {
             "lines": self._num_valid + self._num_invalid,
             "valid": self._num_valid,
             "invalid": self._num_invalid,
             "frames": sum(shape[2] * count for shape, count in self._shapes.items()),
-            "gpu_seconds": estimated_seconds(self._shapes, seconds),
+            **self._outlook(),
             "errors": self._errors,
         }
+
+    def _outlook(self) -> dict[str, Any]:
+        campaign = self._campaign
+        with Session(self._engine) as session:
+            times = RunTimes.of(session.scalars(measured(campaign.model)).all())
+            seen_within = self._settings.lease_seconds
+            row = session.execute(forecast.capacities([campaign.id], seen_within_seconds=seen_within)).one()
+            now = session.execute(select(func.now())).scalar_one()
+        capacity = Capacity(*row[1:])
+        eta = eta_of(
+            forecast.of(
+                num_jobs=self._num_valid,
+                cost=sum(cost_of(shape) * count for shape, count in self._shapes.items()),
+                times=times,
+                capacity=capacity,
+                now=now,
+                max_parallel=campaign.max_parallel,
+                not_before=campaign.not_before,
+                window=None if campaign.window is None else Window.parse(campaign.window),
+            )
+        )
+        return {
+            "gpu_seconds": self._gpu_seconds(times, capacity),
+            "completes_at": None if eta is None else eta.completes_at,
+            "completes_at_latest": None if eta is None else eta.completes_at_latest,
+            "basis": None if eta is None else eta.basis,
+            "fits_window": None if eta is None else eta.fits_window,
+        }
+
+    def _gpu_seconds(self, times: RunTimes, capacity: Capacity) -> float | None:
+        seconds = 0.0
+        for shape, count in self._shapes.items():
+            run = times.run(shape)
+            if run is None:
+                return None
+            seconds += count * run.p50
+        return round(seconds * capacity.gpus, 1)
 
     def _add(self, connection: Connection, chunk: Chunk) -> None:
         named = [(one.item.custom_id, one.line) for one in chunk.loaded if one.item.custom_id is not None]
@@ -84,15 +124,3 @@ class Examination:
 
 def _line(refused: Refused) -> int:
     return refused.line
-
-
-def estimated_seconds(shapes: Mapping[Shape, int], measured_seconds: Mapping[Shape, float]) -> float | None:
-    """What so many clips of each shape take; one that was not measured takes its part by frames and pixels.
-
-    None: nothing was measured.
-    """
-    measured_cost = sum(map(math.prod, measured_seconds))
-    if not measured_cost:
-        return None
-    each = sum(measured_seconds.values()) / measured_cost
-    return round(sum(n * measured_seconds.get(shape, each * math.prod(shape)) for shape, n in shapes.items()), 1)

@@ -8,7 +8,7 @@ from typing import Any
 from rushes_core import files
 from rushes_core.campaigns import events, loading
 from rushes_core.campaigns.items import Terms
-from rushes_core.campaigns.lines import FileUnreadable, Position, Reader, format_of, no_requests, survey
+from rushes_core.campaigns.lines import BEGINNING, FileUnreadable, Position, Reader, format_of, no_requests, survey
 from rushes_core.campaigns.loading import Lease
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import ObjectMissing, StorageError
@@ -118,8 +118,8 @@ class Loader:
                 return Reader(content, kind=kind, start=start, max_line_bytes=self._settings.campaign_max_line_bytes)
 
             if campaign.dry_run or (campaign.strict and campaign.state == "validating"):
-                examination = Examination(self._engine, renew=renew)
-                report = examination.run(chunks(reader(Position(0, 0)), terms, video_ids()), model=self._model.name)
+                examination = Examination(campaign, self._settings, self._engine, renew=renew)
+                report = examination.run(chunks(reader(BEGINNING), terms, video_ids()))
                 if not report["valid"] and not report["invalid"]:
                     raise no_requests()
                 if campaign.dry_run:
@@ -176,6 +176,7 @@ class Loader:
 
     def _write(self, campaign: Campaign, lease: Lease, chunk: Chunk) -> None:
         with self._engine.begin() as connection:
+            connection.exec_driver_sql(loading.PATIENCE)
             terms = connection.execute(loading.terms(lease)).one_or_none()
             if terms is None:
                 raise LeaseLost
