@@ -13,7 +13,7 @@ from rushes_core.campaigns.statements import CHANGED_AT_ONCE, ENDED_STATES, OPEN
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import TransitionRefused
 from rushes_core.fields import PRIORITIES
-from sqlalchemy import case, func, null
+from sqlalchemy import case, func, null, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
@@ -131,20 +131,24 @@ async def retry(
     campaign_id: str, wanted: RetryRequest, request: Request, *, caller: Caller, key: str | None, state: State
 ) -> Response:
     """Queue failed jobs again: some at once, what is left after that by whoever loads campaigns."""
-    was_run = False
+    before: float | None = None
 
     async def change(session: AsyncSession, campaign: Campaign) -> None:
-        nonlocal was_run
-        if was_run and campaign.reopened_at is not None:
-            return
-        was_run = True
+        nonlocal before
         _check_state(campaign, what="retried", states=(*OPEN_STATES, *ENDED_STATES, "finalizing"))
         include = bool(wanted.include_cancelled)
         found = statements.retryable(campaign_id, codes=wanted.codes, include_cancelled=include)
-        if not (await session.execute(found)).scalar_one():
-            raise TransitionRefused(f"{campaign.id} has no jobs that this would retry")
+        if before is None:
+            if not (await session.execute(found)).scalar_one():
+                raise TransitionRefused(f"{campaign.id} has no jobs that this would retry")
+            before = float((await session.execute(select(func.extract("epoch", func.now())))).scalar_one())
+        # run again, it finds the jobs that the first run did not queue
         ask = statements.ask_retry(
-            campaign_id, codes=wanted.codes, include_cancelled=include, new_seeds=bool(wanted.new_seeds)
+            campaign_id,
+            codes=wanted.codes,
+            include_cancelled=include,
+            new_seeds=bool(wanted.new_seeds),
+            before=before,
         )
         await session.execute(ask)
         retried: int = (await session.execute(statements.retry_some(campaign_id))).scalar_one()

@@ -1,6 +1,7 @@
 """Campaigns that are cancelled, that expire, that are retried and deleted: every job ends once, and is counted once."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -142,7 +143,8 @@ class TestExpiry:
 
 class TestRetry:
     def ask(self, campaigns: Campaigns, campaign_id: str, **wanted: object) -> None:
-        values = {"codes": None, "include_cancelled": False, "new_seeds": False} | wanted
+        now = campaigns.execute("SELECT extract(epoch FROM clock_timestamp())::float AS now")[0].now
+        values = {"codes": None, "include_cancelled": False, "new_seeds": False, "before": now} | wanted
         with Session(campaigns.engine) as session, session.begin():
             session.execute(statements.ask_retry(campaign_id, **values))  # pyright: ignore[reportArgumentType]
 

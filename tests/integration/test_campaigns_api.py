@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -297,6 +298,47 @@ class TestSending:
         assert (found["status"], found["request_counts"]["total"]) == ("completed", 0)
         assert (found["report"]["valid"], found["report"]["invalid"]) == (1, 1)
         assert found["report"]["errors"][0]["line"] == 2
+
+    def test_a_dry_run_is_answered_with_what_it_found_if_that_is_soon(
+        self, client: TestClient, campaigns: Campaigns
+    ) -> None:
+        file_id = upload(client, jsonl({"prompt": "a dog"}, {"prompt": 5}))
+        stop = threading.Event()
+
+        def load() -> None:
+            while not stop.wait(0.05):
+                campaigns.load()
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            found = made(client.post("/v1/batches?dry_run=true", json=batch_body(file_id)))
+        finally:
+            stop.set()
+            thread.join()
+        assert (found["status"], found["report"]["invalid"], found["report"]["errors"][0]["param"]) == (
+            "completed",
+            1,
+            "prompt",
+        )
+
+    def test_who_is_told_is_checked_and_kept(self, client: TestClient, campaigns: Campaigns) -> None:
+        create_project(client, "told")
+        key = bearer(create_key(client, project="told", scopes=["batches", "webhooks"]))
+        body = {
+            "requests": [{"prompt": "x"}],
+            "webhook_url": "http://127.0.0.1:9/hook",
+            "webhook_events": ["batch.completed", "video.failed"],
+        }
+        refused(client.post("/v1/campaigns", json=body, headers=key), 400, "webhook_secret_missing", "webhook_url")
+        made(client.post("/v1/webhook_secret/rotate", headers=key))
+        campaign = made(client.post("/v1/campaigns", json=body, headers=key))
+        assert campaign["webhook_url"] == body["webhook_url"]
+        hook = campaigns.read(campaign["id"]).webhook
+        assert hook is not None
+        assert hook["events"] == ["video.failed", "batch.completed"]
+        wrong = client.post("/v1/campaigns", json=body | {"webhook_events": ["batch.ended"]}, headers=key)
+        refused(wrong, 400, "invalid_value", "webhook_events")
 
     def test_strict_fails_as_a_whole(self, client: TestClient, campaigns: Campaigns) -> None:
         file_id = upload(client, jsonl({"prompt": "a dog"}, {"prompt": 5}))

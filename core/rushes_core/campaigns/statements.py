@@ -13,7 +13,6 @@ from sqlalchemy import (
     and_,
     case,
     func,
-    literal,
     literal_column,
     or_,
     select,
@@ -206,14 +205,17 @@ def retryable(campaign_id: str, *, codes: Collection[str] | None, include_cancel
 
 
 def ask_retry(
-    campaign_id: str, *, codes: Collection[str] | None, include_cancelled: bool, new_seeds: bool
+    campaign_id: str, *, codes: Collection[str] | None, include_cancelled: bool, new_seeds: bool, before: float
 ) -> ReturningUpdate[Campaign]:
-    """Note which of its ended jobs are to be queued again. `retry_some` does it."""
-    wanted: dict[str, Any] = {"include_cancelled": include_cancelled, "new_seeds": new_seeds}
+    """Note which of its ended jobs are to be queued again. `retry_some` does it.
+
+    Args:
+        before: Unix seconds by the database's clock: what ended later is not meant.
+    """
+    wanted: dict[str, Any] = {"include_cancelled": include_cancelled, "new_seeds": new_seeds, "before": before}
     if codes is not None:
         wanted["codes"] = list(codes)
-    asked = literal(wanted, JSONB).op("||")(func.jsonb_build_object("before", func.extract("epoch", func.now())))
-    return change(campaign_id, retry=asked)
+    return change(campaign_id, retry=wanted)
 
 
 def retry_some(campaign_id: str) -> TextClause:
