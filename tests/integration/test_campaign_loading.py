@@ -276,6 +276,24 @@ class TestUnreadable:
             assert errors is not None
             assert errors["data"][0]["code"] == code
 
+    def test_a_file_that_goes_while_it_is_loaded_ends_its_campaign(
+        self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chunks, "CHUNK_LINES", 2)
+        campaign_id = campaigns.submit(jsonl(*map(openai_line, range(6))))
+        loader = campaigns.loader()
+        loader.stop()
+        assert loader.turn()
+        campaigns.run(campaign_id, 1)
+        campaigns.execute("UPDATE files SET deleted_at = now()")
+        campaigns.load()
+        campaigns.end()
+        campaign = campaigns.read(campaign_id)
+        assert campaign.state == "cancelled"
+        assert campaign.errors is not None
+        assert campaign.errors["data"][0]["code"] == "file_deleted"
+        assert campaigns.counts(campaign_id) == {"completed": 1, "cancelled": 1}
+
     def test_a_project_has_only_so_many_jobs_waiting(self, campaigns: Campaigns) -> None:
         first = campaigns.loaded(jsonl(*map(openai_line, range(6))))
         second = campaigns.submit(jsonl(*map(openai_line, range(5))))

@@ -36,8 +36,8 @@ from rushes_core.campaigns.tables import ACTIVE_STATES, Campaign, CampaignCount
 from rushes_core.models import Job
 from rushes_core.predicates import IS_LEASED
 
-CLOSED_AT_ONCE = 5_000
-"""Jobs that `close_some` closes at most."""
+CLOSED_AT_ONCE = 2_000
+"""Jobs that `close_some` closes at most: others that move jobs of the campaign wait for its end, some of them."""
 EXPIRED: dict[str, Any] = {
     "code": "completion_window_exceeded",
     "message": "The job did not start before the completion window of its campaign was over.",

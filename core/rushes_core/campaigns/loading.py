@@ -287,10 +287,10 @@ def advance(lease: Lease, *, begin: Position, end: Position, has_items: bool, is
 def fail(
     lease: Lease, errors: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None = None
 ) -> ReturningUpdate[str]:
-    """-> failed, as a whole: none of its lines is a job. No row: the lease is lost."""
+    """VALIDATING -> failed, as a whole: none of its lines is a job. No row: the lease is lost, or some are."""
     return (
         update(Campaign)
-        .where(is_held(lease), _LOADS)
+        .where(is_held(lease), _LOADS, Campaign.state == "validating")
         .values(
             state="failed",
             failed_at=func.now(),
@@ -299,6 +299,19 @@ def fail(
             lease_owner=None,
             lease_until=None,
         )
+        .returning(Campaign.id)
+    )
+
+
+def break_off(lease: Lease, errors: Sequence[Mapping[str, Any]]) -> ReturningUpdate[str]:
+    """Write down why the rest of a file cannot be read; the campaign is to be stopped in the same transaction.
+
+    No row: the lease is lost.
+    """
+    return (
+        update(Campaign)
+        .where(is_held(lease), _LOADS)
+        .values(errors={"object": "list", "data": list(errors)}, lease_owner=None, lease_until=None)
         .returning(Campaign.id)
     )
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rushes_core import files
-from rushes_core.campaigns import events, loading
+from rushes_core.campaigns import closing, events, loading
 from rushes_core.campaigns.items import Terms
 from rushes_core.campaigns.lines import BEGINNING, FileUnreadable, Position, Reader, format_of, no_requests, survey
 from rushes_core.campaigns.loading import Lease
@@ -217,7 +217,13 @@ class Loader:
         with self._engine.begin() as connection:
             if connection.execute(loading.fail(lease, errors, report)).one_or_none() is not None:
                 connection.execute(events.tell(lease.campaign_id, "batch.failed"))
-                log.info("campaign_failed", campaign_id=lease.campaign_id, code=errors[0]["code"])
+            elif connection.execute(loading.break_off(lease, errors)).one_or_none() is not None:
+                # lines that were readable have become jobs, some of which may have run
+                for statement in closing.request_stop(lease.campaign_id):
+                    connection.execute(statement)
+            else:
+                return
+        log.info("campaign_failed", campaign_id=lease.campaign_id, code=errors[0]["code"])
 
     def _renew(self, lease: Lease) -> None:
         with self._engine.begin() as connection:
