@@ -15,8 +15,6 @@ CONCURRENCY = "concurrency"
 
 CAMPAIGN = "campaign"
 """Value of `jobs.hold`: the job's campaign has not opened it. `open_holds` leaves it alone."""
-CAMPAIGN = "campaign"
-"""Value of `jobs.hold`: its campaign has not opened it."""
 
 CHANGED_AT_ONCE = 1_000
 """Jobs that one `open_holds` holds, or opens, at most; one that changed so many is to be repeated."""
