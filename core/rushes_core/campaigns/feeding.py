@@ -157,16 +157,15 @@ class Feeder:
         active = [_standing(row) for row in rows]
         served: dict[str, _Served] = {}
         for place, (standing, target) in enumerate(self._targets(active, now, served)):
+            num_open: int | None = standing.num_open
             if self._is_due(standing, target, now):
                 model = standing.campaign.model
                 tending = _Tending(served.get(model) or self._serve(model), target, now + place * _STEP, len(rows))
                 with Session(self._engine, expire_on_commit=False) as session, session.begin():
                     num_open = tending.tend(session, standing.campaign.id)
-                if target and not num_open:
+                if target and num_open == 0:
                     self._in_vain[standing.campaign.id] = (time.monotonic(), standing.limits)
-            else:
-                num_open = standing.num_open
-            self._was_open[standing.campaign.id] = num_open
+            self._was_open[standing.campaign.id] = standing.num_open if num_open is None else num_open
 
     def _targets(
         self, active: Sequence[Standing], now: datetime, served: dict[str, _Served]
@@ -242,13 +241,13 @@ class _Tending:
         self._opened_at = opened_at
         self._step = num_campaigns * _STEP
 
-    def tend(self, session: Session, campaign_id: str) -> int:
-        """Do what is due; how many of its jobs are open then."""
+    def tend(self, session: Session, campaign_id: str) -> int | None:
+        """Do what is due; how many of its jobs are open then. None: somebody else is at it, or it has ended."""
         if not session.execute(_TRY_LOCK, {"campaign": campaign_id}).scalar_one():
-            return 0
+            return None
         row = session.execute(standings().where(Campaign.id == campaign_id)).one_or_none()
         if row is None:
-            return 0
+            return None
         standing, now = _standing(row), row.now
         if standing.is_over(now):
             self._close(session, standing)
