@@ -56,12 +56,21 @@ class Rushes:
         fields = Path(f"/proc/{self.pids[name]}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
-    def peak_mb(self, name: str) -> float:
-        return _status_kb(self.pids[name], "VmHWM") / 1_024
+    def peaks_mb(self) -> dict[str, float]:
+        """Of each process, and of the largest of Postgres, which counts the shared buffers that it has touched."""
+        peaks = {name: _status_kb(pid, "VmHWM") / 1_024 for name, pid in self.pids.items()}
+        peaks["postgres"] = max(_status_kb(pid, "VmHWM") / 1_024 for pid in self._backends())
+        return {name: round(peak, 1) for name, peak in peaks.items()}
 
     def reset_peaks(self) -> None:
-        for pid in self.pids.values():
+        for pid in (*self.pids.values(), *self._backends()):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def _backends(self) -> list[int]:
+        with self.engine.connect() as connection:
+            pid = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        parent = _status_kb(pid, "PPid")
+        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 @contextmanager
@@ -105,6 +114,7 @@ def _wait(condition: Any) -> None:
 
 
 def _status_kb(pid: int, name: str) -> int:
+    """A figure of /proc/PID/status: kilobytes, or a plain number."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -172,7 +182,7 @@ def load(rushes: Rushes, options: argparse.Namespace, path: Path) -> str:
         if after is None or server_cpu is None
         else (after - server_cpu) / options.lines * 1e6,
         longest_get_seconds=longest_get,
-        peak_mb={name: round(rushes.peak_mb(name), 1) for name in rushes.pids},
+        peak_mb=rushes.peaks_mb(),
         load_average=os.getloadavg()[0],
     )
     return campaign_id
@@ -251,7 +261,7 @@ def cancel(rushes: Rushes, options: argparse.Namespace, campaign_id: str) -> Non
         postgres_cpu_us_per_job=None
         if after is None or server_cpu is None
         else (after - server_cpu) / options.lines * 1e6,
-        peak_mb={name: round(rushes.peak_mb(name), 1) for name in rushes.pids},
+        peak_mb=rushes.peaks_mb(),
         load_average=os.getloadavg()[0],
     )
 

@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from rushes_core import replicas
+from rushes_core.campaigns import statements
+from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import MeasuredTime
+from rushes_core.queue import CAMPAIGN_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.campaigns import chunks
@@ -479,6 +483,36 @@ class TestKilled:
         campaigns.load()
         assert campaigns.read(campaign_id).state == "cancelled"
         assert "queued" not in campaigns.counts(campaign_id)
+
+
+def test_a_hint_waits_while_there_is_something_to_do(campaigns: Campaigns, settings: Settings) -> None:
+    dispatcher = Dispatcher(settings)
+    redis: Any = Redis.from_url(settings.redis_url)
+    try:
+
+        def is_hinted() -> bool:
+            redis.delete(CAMPAIGN_QUEUE)
+            sent = [dispatcher.hint_campaigns() for _ in range(3)]
+            assert sent in ([1, 0, 0], [0, 0, 0])
+            return sent[0] == 1
+
+        assert not is_hinted()
+        campaign_id = campaigns.submit(jsonl(*map(openai_line, range(2))))
+        assert is_hinted()
+        campaigns.load()
+        assert not is_hinted()
+        campaigns.execute("UPDATE campaigns SET expires_at = now()")
+        assert is_hinted()
+        campaigns.end()
+        assert campaigns.read(campaign_id).state == "expired"
+        assert not is_hinted()
+        campaigns.jobs.run(statements.delete(campaign_id))
+        assert is_hinted()
+        campaigns.end()
+        assert not is_hinted()
+    finally:
+        redis.close()
+        dispatcher.close()
 
 
 def test_the_process_loads_and_ends_what_it_is_woken_for(
