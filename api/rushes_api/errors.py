@@ -349,8 +349,9 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def is_get_without_body(path: str) -> bool:
-    """Whether HEAD of this path is its GET without the body. A clip answers HEAD by itself, a stream would not end."""
-    return not path.endswith(("/content", "/events"))
+    """Whether HEAD of this path is its GET without the body. A clip answers HEAD by itself, and so does what takes long
+    to make; a stream would not end."""
+    return not path.endswith(("/content", "/events", "/manifest", "/archive"))
 
 
 def _is_routed(scope: dict[str, Any], app: FastAPI) -> bool:

@@ -1,7 +1,6 @@
 """Campaigns that are cancelled, that expire, that are retried and deleted: every job ends once, and is counted once."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest

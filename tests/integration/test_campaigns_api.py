@@ -765,7 +765,25 @@ class TestFetching:
         campaign_id = campaigns.loaded(LINES)
         with zipfile.ZipFile(io.BytesIO(client.get(f"/v1/campaigns/{campaign_id}/archive").content)) as archive:
             assert archive.namelist() == ["manifest.csv"]
-        assert client.head(f"/v1/campaigns/{campaign_id}/archive").status_code == 200
+
+    @pytest.mark.parametrize("path", ["archive", "manifest", "manifest?format=csv&part=errors"])
+    def test_a_head_makes_nothing(
+        self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        campaign_id = campaigns.loaded(LINES)
+        whole = client.get(f"/v1/campaigns/{campaign_id}/{path}")
+
+        async def made(*_: Any, **more: Any) -> Any:
+            raise AssertionError("a page was read")
+
+        monkeypatch.setattr("rushes_api.campaign_pages.items", made)
+        monkeypatch.setattr("rushes_api.campaign_archive.items", made)
+        head = client.head(f"/v1/campaigns/{campaign_id}/{path}")
+        assert (head.status_code, head.content) == (200, b"")
+        for name in ("content-type", "content-disposition"):
+            assert head.headers[name] == whole.headers[name]
+        refused(client.put(f"/v1/campaigns/{campaign_id}/{path}"), 405, "method_not_allowed")
+        assert client.head(f"/v1/campaigns/batch_{'0' * 26}/{path}").status_code == 404
 
 
 class TestDeleting:

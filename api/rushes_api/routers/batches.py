@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core.campaigns import statements
-from rushes_core.campaigns.options import CampaignRequest
+from rushes_core.campaigns.options import ENDPOINT, CampaignRequest
 from rushes_core.campaigns.statements import Filters
 from rushes_core.campaigns.tables import STATES, Campaign
 from rushes_core.campaigns.view import Batch
@@ -36,7 +36,17 @@ _BODY: dict[str, Any] = {
     "parameters": [KEY_HEADER],
     "requestBody": {
         "required": True,
-        "content": {JSON: {"schema": CampaignRequest.model_json_schema() | {"title": "NewBatch"}}},
+        "content": {
+            JSON: {
+                "schema": CampaignRequest.model_json_schema() | {"title": "NewBatch"},
+                "example": {
+                    "input_file_id": "file_01K0Z8W5T3N9F6Q2RJ4XCB7MEH",
+                    "endpoint": ENDPOINT,
+                    "completion_window": "24h",
+                    "metadata": {"client": "acme"},
+                },
+            }
+        },
     },
 }
 

@@ -1,6 +1,6 @@
 """Campaigns: batches, with everything that is not OpenAI's."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -55,6 +55,14 @@ def _form_schema() -> dict[str, Any]:
     }
 
 
+_EXAMPLE: dict[str, Any] = {
+    "name": "Tuesday night",
+    INLINE: [{"custom_id": "shot-001", "prompt": "Waves roll against a lighthouse at dusk", "seconds": "5"}],
+    "defaults": {"size": "1344x768"},
+    "window": {"timezone": "Europe/Berlin", "days": ["mo", "tu"], "start": "22:00", "end": "06:00"},
+    "budget": {"gpu_seconds": 90_000},
+    "proof": {"count": 4, "auto_continue_after": "30m"},
+}
 _CREATE: dict[str, Any] = {
     "parameters": [KEY_HEADER],
     "requestBody": {
@@ -63,7 +71,7 @@ _CREATE: dict[str, Any] = {
         "the file itself, with the options in the query. A body that is the file may be packed, `Content-Encoding: "
         "gzip`.",
         "content": {
-            JSON: {"schema": _schema()},
+            JSON: {"schema": _schema(), "example": _EXAMPLE},
             MULTIPART: {"schema": _form_schema()},
             **{
                 media_type: {"schema": {"title": f"Lines{number}", "type": "string", "format": "binary"}}
@@ -267,6 +275,7 @@ _MANIFEST: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.head("/{batch_id}/manifest", include_in_schema=False)
 @router.get("/{batch_id}/manifest", response_class=Response, responses=_MANIFEST)
 async def get_manifest(
     campaign: CurrentCampaign,
@@ -285,7 +294,7 @@ async def get_manifest(
         "Cache-Control": "private, no-cache",
         "X-Content-Type-Options": "nosniff",
     }
-    return StreamingResponse(pieces, HTTPStatus.OK, headers=headers, media_type=_CSV if is_csv else _JSONL)
+    return _streamed(pieces, request, headers=headers, media_type=_CSV if is_csv else _JSONL)
 
 
 _ARCHIVE: dict[int | str, dict[str, Any]] = {
@@ -299,8 +308,11 @@ _ARCHIVE: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.head("/{batch_id}/archive", include_in_schema=False)
 @router.get("/{batch_id}/archive", response_class=Response, responses=_ARCHIVE)
-async def get_archive(campaign: CurrentCampaign, caller: FileCaller, _: NoQuery, state: AppState) -> Response:
+async def get_archive(
+    campaign: CurrentCampaign, caller: FileCaller, _: NoQuery, request: Request, state: AppState
+) -> Response:
     """Its clips in one file, while it runs and afterwards. It is made as it is sent: its size is not known before."""
     archive = Archive(
         campaign,
@@ -314,7 +326,16 @@ async def get_archive(campaign: CurrentCampaign, caller: FileCaller, _: NoQuery,
         "Cache-Control": "private, no-cache",
         "X-Content-Type-Options": "nosniff",
     }
-    return StreamingResponse(archive.stream(), HTTPStatus.OK, headers=headers, media_type="application/zip")
+    return _streamed(archive.stream(), request, headers=headers, media_type="application/zip")
+
+
+def _streamed(
+    pieces: AsyncIterator[bytes], request: Request, *, headers: Mapping[str, str], media_type: str
+) -> Response:
+    """`pieces`, or for HEAD none of them: nothing is made of what is not begun."""
+    if request.method == "HEAD":
+        return Response(headers=dict(headers), media_type=media_type)
+    return StreamingResponse(pieces, HTTPStatus.OK, headers=headers, media_type=media_type)
 
 
 def _shown(state: State) -> Any:
