@@ -24,7 +24,16 @@ JOB_COLUMNS = {
     "charged": sa.Double(),
 }
 
-# spread over a few rows, so that transactions that move jobs of one campaign wait for each other less often
+# A count is spread over rows of which each transaction takes one that is free: it may hold what another one waits for,
+# as a claim holds the share of its project.
+SHARDS = """
+CREATE FUNCTION campaigns_accepted() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO campaign_counts (campaign_id, shard) SELECT NEW.id, shard FROM generate_series(0, 7) AS shard;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER accepted AFTER INSERT ON campaigns FOR EACH ROW EXECUTE FUNCTION campaigns_accepted();
+"""
 COUNT = """
 CREATE FUNCTION count_campaign_job(
     campaign text, old_state text, new_state text, cost bigint, seconds double precision
@@ -32,7 +41,9 @@ CREATE FUNCTION count_campaign_job(
     INSERT INTO campaign_counts AS counts (
         campaign_id, shard, queued, in_progress, completed, failed, cancelled, expired, remaining_cost, gpu_seconds
     )
-    SELECT campaign, pg_backend_pid() % 8,
+    SELECT campaign, coalesce((
+            SELECT shard FROM campaign_counts WHERE campaign_id = campaign LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
+        ), pg_backend_pid() % 8),
         (new_state = 'queued')::int - (old_state = 'queued')::int,
         (new_state IN ('claimed', 'running'))::int - (old_state IN ('claimed', 'running'))::int,
         (new_state = 'completed')::int,
@@ -523,6 +534,7 @@ def upgrade() -> None:
     op.create_check_constraint(op.f("ck_projects_weight_is_positive"), "projects", "weight > 0")
     for name, type_ in JOB_COLUMNS.items():
         op.add_column("jobs", sa.Column(name, type_, nullable=True))
+    op.execute(SHARDS)
     op.execute(COUNT)
     op.execute(ACCEPTED.format(campaigns=COUNT_ACCEPTED))
     for function in (
@@ -559,6 +571,7 @@ def downgrade() -> None:
     op.drop_column("measured_times", "run_p90")
     for name in ("campaign_line_errors", "campaign_counts", "campaigns"):
         op.drop_table(name)
+    op.execute("DROP FUNCTION campaigns_accepted")
 
 
 def _jsonb() -> postgresql.JSONB:
