@@ -15,7 +15,7 @@ import httpx
 from rushes_core.ids import is_campaign_id
 
 from rushes_cli.campaigns import flags
-from rushes_cli.campaigns.client import Client, Refused, Unreachable, from_environment, refusal
+from rushes_cli.campaigns.client import PATIENCE_SECONDS, Client, Refused, Unreachable, from_environment, refusal
 from rushes_cli.campaigns.download import Clip, Fetcher, Rate, clip_of, fetch_all
 from rushes_cli.campaigns.shown import Line, bar, bytes_text, counts_text, describe, duration_text, status_words
 from rushes_cli.main import UsageError
@@ -52,32 +52,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     submit = actions.add_parser("submit", help="send a file of prompts: JSONL or CSV, also compressed by gzip")
     submit.add_argument("file", type=Path, metavar="FILE")
     submit.add_argument("--name", help="default: the file's")
-    submit.add_argument("--priority", choices=("interactive", "normal", "bulk"), help="default: bulk")
-    submit.add_argument(
-        "--window",
-        type=_checked(flags.window),
-        metavar="WHEN",
-        help="when its clips may run: '22:00-06:00 mo-fr Europe/Berlin'",
-    )
-    submit.add_argument(
-        "--budget",
-        type=_checked(flags.budget),
-        metavar="TIME",
-        help="GPU time: seconds, or 25h; '25h,cancel' cancels the rest",
-    )
+    _add_limits(submit)
     submit.add_argument(
         "--proof",
         type=_checked(flags.proof),
         metavar="N[:TIME]",
         help="run the first N, then wait for approve, at most TIME",
     )
-    submit.add_argument("--max-parallel", type=int, metavar="N", help="clips that run at once")
-    submit.add_argument("--max-failures", type=int, metavar="N", help="failed clips after which it pauses")
-    submit.add_argument("--on-failure", choices=("pause", "cancel"), help="what --max-failures does (default pause)")
-    submit.add_argument("--max-attempts", type=int, metavar="N", help="of each clip")
-    submit.add_argument(
-        "--not-before", type=_checked(flags.moment), metavar="WHEN", help="2h, or 2026-12-01T22:00:00+01:00"
-    )
+    submit.add_argument("--max-attempts", type=_checked(flags.number), metavar="N", help="of each clip")
     submit.add_argument("--completion-window", metavar="TIME", help="what has not started by then expires, as 24h")
     submit.add_argument(
         "--default",
@@ -105,13 +87,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     watch = actions.add_parser("watch", help="follow one to its end", epilog=_STATUSES)
     watch.set_defaults(act=_watch)
     listing = actions.add_parser("list", help="list campaigns, the newest first")
-    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="default: 20")
+    listing.add_argument("--limit", type=_checked(flags.number), default=20, metavar="N", help="default: 20")
     listing.set_defaults(act=_list)
     items = actions.add_parser("items", help="list the clips of one")
     items.add_argument(
         "--status", choices=("queued", "in_progress", "completed", "failed", "cancelled", "expired"), help="only these"
     )
-    items.add_argument("--limit", type=_positive, metavar="N", help="default: all")
+    items.add_argument("--limit", type=_checked(flags.number), metavar="N", help="default: all")
     items.set_defaults(act=_items)
     pause = actions.add_parser("pause", help="start no more of it; what runs is finished")
     pause.add_argument("--stop", action="store_true", help="also stop what runs; it begins again at resume")
@@ -123,6 +105,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ):
         action = actions.add_parser(name, help=summary)
         action.set_defaults(act=_ask(name))
+    change = actions.add_parser(
+        "change",
+        help="change it while it runs; what is not named stays, and none takes a limit away",
+        argument_default=argparse.SUPPRESS,
+    )
+    change.add_argument("--name")
+    _add_limits(change)
+    change.set_defaults(act=_change_limits)
     retry = actions.add_parser("retry-failed", help="queue failed clips again, in place")
     retry.add_argument("--code", action="append", dest="codes", metavar="CODE", help="only with it; may be given again")
     retry.add_argument("--include-cancelled", action="store_true", help="cancelled and expired ones, too")
@@ -131,23 +121,32 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     download = actions.add_parser(
         "download", help="have every clip in a directory; goes on where it was broken off", epilog=_STATUSES
     )
-    for action in (
-        status,
-        watch,
-        items,
-        pause,
-        retry,
-        download,
-        *(actions.choices[name] for name in ("resume", "approve", "cancel")),
-    ):
-        action.add_argument("id", type=_campaign_id, metavar="CAMPAIGN", help="its id, batch_...")
+    for name, action in actions.choices.items():
+        if name not in ("submit", "list"):
+            action.add_argument("id", type=_campaign_id, metavar="CAMPAIGN", help="its id, batch_...")
     download.add_argument("folder", type=Path, metavar="DIR")
-    download.add_argument("--parallel", type=_positive, default=4, metavar="N", help="clips at once (default 4)")
+    download.add_argument(
+        "--parallel", type=_checked(flags.number), default=4, metavar="N", help="clips at once (default 4)"
+    )
     download.add_argument("--verify", action="store_true", help="read again what is here already")
     download.set_defaults(act=_download)
     for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", help="print JSON objects, one a line")
+        action.add_argument("--json", action="store_true", default=False, help="print JSON objects, one a line")
         action.set_defaults(run=_run)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What may be said of a campaign when it is sent, and changed later."""
+    parser.add_argument("--priority", choices=("interactive", "normal", "bulk"), help="default: bulk")
+    for name, parse, metavar, summary in (
+        ("window", flags.window, "WHEN", "when its clips may run: '22:00-06:00 mo-fr Europe/Berlin'"),
+        ("budget", flags.budget, "TIME", "GPU time: seconds, or 25h; '25h,cancel' cancels the rest"),
+        ("not-before", flags.moment, "WHEN", "2h, or 2026-12-01T22:00:00+01:00"),
+        ("max-parallel", flags.number, "N", "clips that run at once"),
+        ("max-failures", flags.number, "N", "failed clips after which it pauses"),
+    ):
+        parser.add_argument(f"--{name}", type=_checked(flags.or_none(parse)), metavar=metavar, help=summary)
+    parser.add_argument("--on-failure", choices=("pause", "cancel"), help="what --max-failures does (default pause)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -160,7 +159,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _api(*, patience: float | None = None, line: Line | None = None) -> Iterator[Client]:
+def _api(*, patience: float = PATIENCE_SECONDS, line: Line | None = None) -> Iterator[Client]:
     def on_wait(reason: str) -> None:
         text = f"waiting for the API: {reason}"
         if line is None:
@@ -168,7 +167,7 @@ def _api(*, patience: float | None = None, line: Line | None = None) -> Iterator
         else:
             line.show(text, key="away")
 
-    client = from_environment(on_wait=on_wait, **({} if patience is None else {"patience": patience}))
+    client = from_environment(patience=patience, on_wait=on_wait)
     try:
         yield client
     finally:
@@ -362,6 +361,15 @@ def _ask(name: str) -> Callable[[argparse.Namespace], int]:
     return lambda arguments: _change(arguments, name, {})
 
 
+def _change_limits(arguments: argparse.Namespace) -> int:
+    names = ("name", "priority", "window", "budget", "not_before", "max_parallel", "max_failures", "on_failure")
+    members = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if not members:
+        raise UsageError("change: name something to change, as --priority normal")
+    with _api() as client:
+        return _print_changed(arguments, client.patch(f"/v1/campaigns/{arguments.id}", members))
+
+
 def _retry(arguments: argparse.Namespace) -> int:
     asked = {
         "codes": arguments.codes,
@@ -373,7 +381,10 @@ def _retry(arguments: argparse.Namespace) -> int:
 
 def _change(arguments: argparse.Namespace, action: str, members: dict[str, Any]) -> int:
     with _api() as client:
-        campaign = client.post(f"/v1/campaigns/{arguments.id}/{action}", members)
+        return _print_changed(arguments, client.post(f"/v1/campaigns/{arguments.id}/{action}", members))
+
+
+def _print_changed(arguments: argparse.Namespace, campaign: dict[str, Any]) -> int:
     if arguments.json:
         print_json(campaign)
     else:
@@ -526,9 +537,3 @@ def _campaign_id(text: str) -> str:
     if not is_campaign_id(text):
         raise argparse.ArgumentTypeError(f"must be the id of a campaign, batch_ and 26 characters, got {text!r}")
     return text
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)

@@ -283,6 +283,22 @@ def test_one_is_paused_resumed_and_cancelled(operator: Operator, tmp_path: Path)
     assert ended["request_counts"]["cancelled"] + ended["request_counts"]["completed"] == 3
 
 
+def test_limits_are_changed_and_taken_away_while_it_waits(operator: Operator, tmp_path: Path) -> None:
+    campaign_id = paused(operator, tmp_path)
+    change = ("change", campaign_id, "--json")
+    changed = json.loads(
+        operator.run(*change, "--budget", "2h,cancel", "--window", "22:00-06:00 mo-fr Europe/Berlin", "--name", "Later")
+    )
+    assert (changed["budget"]["gpu_seconds"], changed["budget"]["on_limit"]) == (7_200, "cancel")
+    assert (changed["window"]["start"], changed["window"]["timezone"]) == ("22:00", "Europe/Berlin")
+    assert (changed["name"], changed["priority"]) == ("Later", "bulk")
+    changed = json.loads(operator.run(*change, "--budget", "none", "--window", "none", "--priority", "normal"))
+    assert (changed["budget"]["gpu_seconds"], changed["window"]) == (None, None)
+    assert (changed["name"], changed["priority"]) == ("Later", "normal")
+    assert "name something to change" in operator.run("change", campaign_id, status=2)
+    operator.run("cancel", campaign_id)
+
+
 def test_failed_items_are_run_again_by_their_code(operator: Operator, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     prompts = ["A quiet harbour", "Broken [value error]", "Broken too [generation error]"]

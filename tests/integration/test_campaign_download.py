@@ -30,16 +30,19 @@ def serving(store: Store) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            store.requests.append({name.lower(): value for name, value in self.headers.items()})
+            store.requests.append({name.lower(): value for name, value in self.headers.items()} | {"path": self.path})
             step = store.plan.pop(0) if store.plan else "whole"
             etag = f'"{hashlib.sha256(store.data).hexdigest()}"'
+            if step == "redirect":
+                return self._answer(302, b"", {"Location": f"http://{self.headers['Host']}/signed"})
             if step == "away":
                 return self._answer(503, b"{}", {"Retry-After": "0"})
             if step == "gone":
                 body = b'{"error": {"message": "the clip was removed", "code": "video_expired"}}'
                 return self._answer(410, body, {})
             wanted = self.headers.get("Range")
-            if wanted is not None and self.headers.get("If-Range") == etag and step != "ignores ranges":
+            is_same = self.path == "/signed" or self.headers.get("If-Range") == etag
+            if wanted is not None and is_same and step != "ignores ranges":
                 start = int(wanted.removeprefix("bytes=").rstrip("-"))
                 total = len(store.data)
                 headers = {"Content-Range": f"bytes {start}-{total - 1}/{total}", "ETag": etag}
@@ -102,6 +105,20 @@ class TestDownload:
         starts = [int(one.get("range", "bytes=0-").removeprefix("bytes=").rstrip("-")) for one in store.requests]
         assert starts == sorted(starts)
         assert starts[-1] >= len(DATA) // 2
+        assert (tmp_path / "shot.mp4").read_bytes() == DATA
+
+    def test_the_rest_is_fetched_where_the_api_sends_it_without_the_key(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA[:1_000])
+        store.plan = ["redirect"]
+        fetcher.fetch(clip())
+        asked, signed = store.requests
+        assert "authorization" in asked
+        assert (signed["path"], signed["range"]) == ("/signed", "bytes=1000-")
+        assert "authorization" not in signed
+        # the store has other ETags
+        assert "if-range" not in signed
         assert (tmp_path / "shot.mp4").read_bytes() == DATA
 
     def test_a_server_without_ranges_sends_it_all_again(self, fetcher: Fetcher, store: Store, tmp_path: Path) -> None:

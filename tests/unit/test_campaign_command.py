@@ -87,6 +87,13 @@ class TestFlags:
         with pytest.raises(ValueError, match="with its zone"):
             flags.moment("2026-12-01 22:00")
 
+    def test_none_takes_a_limit_away(self) -> None:
+        assert flags.or_none(flags.number)("none") is None
+        assert flags.or_none(flags.number)("7") == 7
+        for wrong in ("0", "-1", "7.5", "None"):
+            with pytest.raises(ValueError, match="whole number"):
+                flags.or_none(flags.number)(wrong)
+
     def test_defaults_are_json_where_they_are(self) -> None:
         pairs = [
             flags.pair(one) for one in ("seconds=5", "size=832x480", "prompt_suffix=a=b", 'output={"thumbnail":false}')
@@ -134,7 +141,15 @@ class TestUsage:
             assert problem in said
             assert str(path) in said
 
-    @pytest.mark.parametrize("words", [["status", "batch_7"], ["items", CAMPAIGN_ID, "--limit", "0"], ["approve"]])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["status", "batch_7"],
+            ["items", CAMPAIGN_ID, "--limit", "0"],
+            ["approve"],
+            ["change", CAMPAIGN_ID, "--budget", "a lot"],
+        ],
+    )
     def test_wrong_usage_ends_with_status_2(self, words: list[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["campaign", *words])

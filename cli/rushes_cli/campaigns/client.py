@@ -17,6 +17,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 PATIENCE_SECONDS = 60.0
 """How long an API that does not answer is asked again."""
 TIMEOUT = httpx.Timeout(60, connect=10)
+STREAM_TIMEOUT = httpx.Timeout(20, connect=10)
+"""Of answers that are read as they come and go on where they broke off."""
 _RETRIED = (429, 502, 503, 504)
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 5.0
@@ -76,6 +78,14 @@ class Client:
         body = dict(members) if members else None
         return self._repeat(lambda: self._http.post(path, json=body, headers=headers))
 
+    def patch(self, path: str, members: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's object.
+
+        Raises:
+            Refused, Unreachable
+        """
+        return self._repeat(lambda: self._http.patch(path, json=dict(members)))
+
     def upload(self, open_file: Callable[[], Any], *, name: str) -> dict[str, Any]:
         """Store a file of requests; `open_file` is called for every attempt.
 
@@ -101,7 +111,9 @@ class Client:
         self, url: str, *, headers: Mapping[str, str] | None = None, **parameters: Any
     ) -> Iterator[httpx.Response]:
         """An answer that is read as it comes; asked for once. A redirect is the caller's to follow."""
-        with self._http.stream("GET", url, headers=dict(headers or {}), params=parameters or None) as answer:
+        with self._http.stream(
+            "GET", url, headers=dict(headers or {}), params=parameters or None, timeout=STREAM_TIMEOUT
+        ) as answer:
             yield answer
 
     def pages(self, path: str, **parameters: Any) -> Iterator[dict[str, Any]]:

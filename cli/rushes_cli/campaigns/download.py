@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from rushes_core.errors import RushesError
 
-from rushes_cli.campaigns.client import Client, Refused, refusal, retry_after
+from rushes_cli.campaigns.client import STREAM_TIMEOUT, Client, Refused, refusal, retry_after
 
 MAX_NAME_BYTES = 150
 """Of a clip's name without its ending: file systems take 255, and a store's listing more."""
@@ -171,7 +171,7 @@ class Fetcher:
             location = answer.headers["location"]
         # the store's: it has other ETags, and the SHA-256 at the end tells whether it was the same clip
         headers.pop("If-Range", None)
-        with httpx.stream("GET", location, headers=headers, timeout=60) as answer:
+        with httpx.stream("GET", location, headers=headers, timeout=STREAM_TIMEOUT) as answer:
             self._append(answer, part, state.offset)
 
     def _append(self, answer: httpx.Response, part: Path, offset: int) -> None:

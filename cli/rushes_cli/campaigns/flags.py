@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -83,6 +83,18 @@ def proof(text: str) -> dict[str, Any]:
     if colon:
         parse_duration(after)
     return {"count": int(count)} | ({"auto_continue_after": after} if colon else {})
+
+
+def number(text: str) -> int:
+    """A whole number above 0."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("must be a whole number above 0")
+    return int(text)
+
+
+def or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same, and None for `none`."""
+    return lambda text: None if text == "none" else parse(text)
 
 
 def moment(text: str) -> str:
