@@ -17,7 +17,7 @@ from sqlalchemy import case, func, null, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
-from rushes_api.campaign_view import batch_in, lock_campaign
+from rushes_api.campaign_view import batch_in, lock_campaign, no_such_batch
 from rushes_api.deps import State
 from rushes_api.once import Call, fingerprint, take_effect
 from rushes_api.quota import check_priority
@@ -166,8 +166,17 @@ async def _stop(session: AsyncSession, campaign_id: str) -> None:
 
 
 async def delete(campaign_id: str, *, caller: Caller, session: AsyncSession) -> None:
-    """Hide a campaign and its files for good; one that goes on is cancelled. Its jobs are deleted afterwards."""
-    campaign = await lock_campaign(campaign_id, project=caller.project, session=session)
+    """Hide a campaign and its files for good; one that goes on is cancelled. Its jobs are deleted afterwards.
+
+    Raises:
+        ApiError: there never was one.
+    """
+    found = await session.execute(statements.lock(campaign_id, project=caller.project))
+    campaign = found.scalar_one_or_none()
+    if campaign is None:
+        raise no_such_batch(campaign_id)
+    if campaign.deleted_at is not None:
+        return
     if campaign.state in _STOPPABLE:
         await _stop(session, campaign_id)
     await session.execute(statements.delete(campaign_id))

@@ -826,7 +826,8 @@ class TestDeleting:
     def test_one_that_runs_is_cancelled_first(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(LINES)
         assert made(client.delete(f"/v1/campaigns/{campaign_id}"))["deleted"]
-        refused(client.delete(f"/v1/campaigns/{campaign_id}"), 410, "batch_deleted")
+        assert made(client.delete(f"/v1/campaigns/{campaign_id}"))["deleted"]
+        refused(client.delete(f"/v1/campaigns/{campaign_id}?dry_run=1"), 410, "batch_deleted")
         campaigns.end()
         campaigns.end()
         row = campaigns.read(campaign_id)
