@@ -1,23 +1,28 @@
 """`rushes campaign`: thousands of clips from one file, over HTTP, from submitting it to the clips on this disk."""
 
 import argparse
-import csv
-import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
 from rushes_core.ids import is_campaign_id
 
-from rushes_cli.campaigns import flags
-from rushes_cli.campaigns.client import PATIENCE_SECONDS, Client, Refused, Unreachable, from_environment, refusal
-from rushes_cli.campaigns.download import Clip, Fetcher, Rate, clip_of, fetch_all
-from rushes_cli.campaigns.shown import Line, bar, bytes_text, counts_text, describe, duration_text, status_words
+from rushes_cli.campaigns import flags, manifest
+from rushes_cli.campaigns.client import PATIENCE_SECONDS, Client, from_environment
+from rushes_cli.campaigns.download import Fetcher, Rate, fetch_all
+from rushes_cli.campaigns.shown import (
+    Line,
+    bar,
+    bytes_text,
+    counts_text,
+    describe,
+    duration_text,
+    report_lines,
+    status_words,
+)
 from rushes_cli.main import UsageError
 from rushes_cli.operator import print_json, print_table
 from rushes_cli.signals import Interrupted, interruptible
@@ -241,14 +246,9 @@ def _report(arguments: argparse.Namespace, campaign_id: str) -> int:
         print_json(campaign)
         return 0 if campaign["status"] == "completed" else OUTCOMES[campaign["status"]]
     _print_failure(campaign)
-    report: dict[str, Any] = campaign.get("report") or {}
-    for name, value in report.items():
-        if isinstance(value, (str, int, float, bool)):
-            print(
-                f"{name.replace('_', ' '):<24} {value:,}"
-                if type(value) is int
-                else f"{name.replace('_', ' '):<24} {value}"
-            )
+    report: dict[str, Any] = campaign["report"] or {}
+    for text in report_lines(report):
+        print(text)
     for error in list(report.get("errors") or [])[:SHOWN_ERRORS]:
         print(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})")
     return OUTCOMES[campaign["status"]]
@@ -400,11 +400,11 @@ def _download(arguments: argparse.Namespace) -> int:
     failures: dict[str, str] = {}
     with Line(sys.stderr) as line, _api(line=line) as client:
         campaign = _get(client, arguments.id)
-        _save(client, f"/v1/campaigns/{arguments.id}/manifest", folder / "manifest.jsonl", form="jsonl")
-        statuses, total_bytes = _survey(folder / "manifest.jsonl")
+        manifest.save(client, arguments.id, folder / manifest.LINES, form="jsonl")
+        statuses, total_bytes = manifest.survey(folder)
         rate = Rate()
         fetcher = Fetcher(client, folder, on_bytes=rate.add)
-        missing = [one for one in _clips(folder) if not fetcher.is_here(one, verify=arguments.verify)]
+        missing = [one for one in manifest.clips(folder) if not fetcher.is_here(one, verify=arguments.verify)]
         num_clips, here = statuses["clip"], statuses["clip"] - len(missing)
 
         def show() -> None:
@@ -418,8 +418,7 @@ def _download(arguments: argparse.Namespace) -> int:
             else:
                 failures[clip.name] = reason
             show()
-        _save(client, f"/v1/campaigns/{arguments.id}/manifest", folder / "manifest.csv.part", form="csv")
-        _add_files(folder)
+        manifest.save_table(client, arguments.id, folder)
     is_over = campaign["status"] in ENDED
     result = {
         "id": arguments.id,
@@ -449,68 +448,6 @@ def _print_download(result: dict[str, Any]) -> None:
         print(f"{result['failed']:,} items have no clip: manifest.csv says why")
     if result["not_finished"]:
         print(f"{result['not_finished']:,} items are not finished: run the same command again")
-
-
-def _save(client: Client, path: str, target: Path, *, form: str) -> None:
-    """Write a manifest as it comes, and give it its name when it is whole."""
-    part = target.with_name(f".{target.name}.new")
-    reason = ""
-    for attempt in range(5):
-        try:
-            with client.stream(path, format=form) as answer, part.open("wb") as file:
-                if answer.is_error:
-                    answer.read()
-                    raise refusal(answer)
-                for piece in answer.iter_bytes():
-                    file.write(piece)
-            part.replace(target)
-            return
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-        except Refused as error:
-            if error.status < 500:
-                raise
-            reason = str(error)
-        time.sleep(2**attempt / 4)
-    raise Unreachable(f"{client.url}: {reason}")
-
-
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
-    with (folder / "manifest.jsonl").open(encoding="utf-8") as file:
-        for text in file:
-            yield json.loads(text)
-
-
-def _clips(folder: Path) -> Iterator[Clip]:
-    return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)
-
-
-def _survey(manifest: Path) -> tuple[Counter[str], int]:
-    """How many items have a clip, have failed or are not finished, and the bytes of the clips."""
-    counts: Counter[str] = Counter()
-    total = 0
-    for line in _lines(manifest.parent):
-        if (clip := clip_of(line)) is not None:
-            counts["clip"] += 1
-            total += clip.bytes
-        else:
-            counts["failed" if line.get("error") or line.get("response") else "open"] += 1
-    return counts, total
-
-
-def _add_files(folder: Path) -> None:
-    """Make `manifest.csv` of the API's table and a column with the file of each clip that is here."""
-    names = {clip.video_id: clip.name for clip in _clips(folder)}
-    source, part, target = folder / "manifest.csv.part", folder / ".manifest.csv.new", folder / "manifest.csv"
-    with source.open(encoding="utf-8-sig", newline="") as old, part.open("w", encoding="utf-8-sig", newline="") as new:
-        rows = csv.DictReader(old)
-        table = csv.DictWriter(new, [*(rows.fieldnames or ()), "file"])
-        table.writeheader()
-        for row in rows:
-            name = names.get(row["video_id"], "")
-            table.writerow(row | {"file": name if name and (folder / name).exists() else ""})
-    part.replace(target)
-    source.unlink()
 
 
 def _get(client: Client, campaign_id: str) -> dict[str, Any]:

@@ -318,6 +318,8 @@ def test_failed_items_are_run_again_by_their_code(operator: Operator, tmp_path: 
 
 def test_a_dry_run_tells_what_is_wrong_and_makes_nothing(operator: Operator, table: Path) -> None:
     said = operator.run("submit", table, "--dry-run")
+    assert "4 requests: 3 good, 1 bad" in said
+    assert "321 frames" in said
     assert "line 5" in said
     assert "seconds" in said
     campaign_id = json.loads(operator.run("list", "--json", "--limit", "1"))["id"]

@@ -15,7 +15,7 @@ from rushes_cli.campaigns.download import (
     range_headers,
     resume,
 )
-from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text
+from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text, report_lines
 from rushes_cli.main import UsageError, main
 
 CAMPAIGN_ID = "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH"
@@ -238,6 +238,16 @@ class TestShown:
         assert "ends" not in describe(CAMPAIGN | {"eta": None})
         nothing = {"completes_at": None, "completes_at_latest": None, "fits_window": None}
         assert "ends" not in describe(CAMPAIGN | {"eta": nothing})
+
+    def test_a_report_says_what_a_file_would_take(self) -> None:
+        report = {"lines": 1_200, "valid": 1_198, "invalid": 2, "frames": 148_552, "gpu_seconds": 41_000}
+        when = {"completes_at": 1_796_020_000, "completes_at_latest": None, "fits_window": True}
+        said = list(report_lines(report | when))
+        assert said[:2] == ["1,200 requests: 1,198 good, 2 bad", "148,552 frames, GPU time 11 h 23 min"]
+        assert said[2].endswith(", within this window")
+        assert "not in this window" in list(report_lines(report | when | {"fits_window": False}))[2]
+        assert "unknown" in list(report_lines(report | {"gpu_seconds": None}))[1]
+        assert list(report_lines({})) == []
 
     def test_nothing_yet_is_said(self) -> None:
         assert counts_text(dict.fromkeys(COUNTS, 0)) == "nothing yet of 0"

@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -58,6 +59,18 @@ def eta_text(eta: dict[str, Any] | None, *, now: datetime | None = None) -> str:
         else f"ends {at}, by {_clock(latest, now)} at the latest"
     )
     return f"{text}, not in this window" if eta.get("fits_window") is False else text
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """What a dry run found, but for what is wrong with single lines."""
+    if "lines" not in report:
+        return
+    yield f"{report['lines']:,} requests: {report['valid']:,} good, {report['invalid']:,} bad"
+    seconds = report.get("gpu_seconds")
+    taken = "unknown: nothing like it was measured" if seconds is None else duration_text(seconds)
+    yield f"{report['frames']:,} frames, GPU time {taken}"
+    if end := eta_text(report):
+        yield f"{end}, within this window" if report.get("fits_window") else end
 
 
 def _clock(unix: float, now: datetime | None) -> str:

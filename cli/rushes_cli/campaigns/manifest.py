@@ -1,0 +1,89 @@
+"""The manifest of a campaign on this disk: what was fetched, and what is to be."""
+
+import csv
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rushes_cli.campaigns.client import Client, Refused, Unreachable, refusal
+from rushes_cli.campaigns.download import Clip, clip_of
+
+LINES, TABLE = "manifest.jsonl", "manifest.csv"
+
+
+def save(client: Client, campaign_id: str, target: Path, *, form: str) -> None:
+    """Write a manifest as it comes, and give it its name when it is whole.
+
+    Raises:
+        Refused, Unreachable
+    """
+    path = f"/v1/campaigns/{campaign_id}/manifest"
+    part = target.with_name(f".{target.name}.new")
+    reason = ""
+    for attempt in range(5):
+        try:
+            with client.stream(path, format=form) as answer, part.open("wb") as file:
+                if answer.is_error:
+                    answer.read()
+                    raise refusal(answer)
+                for piece in answer.iter_bytes():
+                    file.write(piece)
+            part.replace(target)
+            return
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+        except Refused as error:
+            if error.status < 500:
+                raise
+            reason = str(error)
+        time.sleep(2**attempt / 4)
+    raise Unreachable(f"{client.url}: {reason}")
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    with (folder / LINES).open(encoding="utf-8") as file:
+        for text in file:
+            yield json.loads(text)
+
+
+def clips(folder: Path) -> Iterator[Clip]:
+    """Of the items that have one."""
+    return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)
+
+
+def survey(folder: Path) -> tuple[Counter[str], int]:
+    """How many items have a `clip`, have `failed` or are `open`, and the bytes of the clips."""
+    counts: Counter[str] = Counter()
+    total = 0
+    for line in _lines(folder):
+        if (clip := clip_of(line)) is not None:
+            counts["clip"] += 1
+            total += clip.bytes
+        else:
+            counts["failed" if line.get("error") or line.get("response") else "open"] += 1
+    return counts, total
+
+
+def save_table(client: Client, campaign_id: str, folder: Path) -> None:
+    """Write the manifest as CSV, with a column for the file of each clip that is here.
+
+    Raises:
+        Refused, Unreachable
+    """
+    source, part = folder / f"{TABLE}.part", folder / f".{TABLE}.new"
+    save(client, campaign_id, source, form="csv")
+    names = {clip.video_id: clip.name for clip in clips(folder)}
+    with source.open(encoding="utf-8-sig", newline="") as old, part.open("w", encoding="utf-8-sig", newline="") as new:
+        rows = csv.DictReader(old)
+        table = csv.DictWriter(new, [*(rows.fieldnames or ()), "file"])
+        table.writeheader()
+        for row in rows:
+            name = names.get(row["video_id"], "")
+            table.writerow(row | {"file": name if name and (folder / name).exists() else ""})
+    part.replace(folder / TABLE)
+    source.unlink()
