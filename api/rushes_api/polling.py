@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from rushes_core.holds import CAMPAIGN
 from rushes_core.models import Job
 from rushes_core.video import Eta, is_held
 
@@ -21,6 +22,8 @@ def poll_after_ms(job: Job, num_ahead: int | None, eta: Eta | None) -> int | Non
     ends_at = None if eta is None else eta.completes_at or eta.starts_at
     if ends_at is not None:
         wait_ms = int((ends_at - datetime.now(UTC).timestamp()) * 1_000 / POLLS_UNTIL_ETA)
+    elif job.hold == CAMPAIGN:
+        wait_ms = MAX_POLL_MS
     elif is_held(job):
         wait_ms = int((job.run_at - datetime.now(UTC)).total_seconds() * 1_000)
     else:

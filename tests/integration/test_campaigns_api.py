@@ -521,7 +521,10 @@ class TestChanging:
     def test_what_waits_says_why(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(LINES)
         job = campaigns.items(campaign_id)[0]
-        assert client.get(f"/v1/videos/{job.id}").json()["queue"]["reason"] is None
+        waiting = client.get(f"/v1/videos/{job.id}")
+        assert waiting.json()["queue"]["reason"] is None
+        # thousands wait with it
+        assert waiting.headers["openai-poll-after-ms"] == "10000"
         made(client.post(f"/v1/campaigns/{campaign_id}/pause", json={}))
         assert client.get(f"/v1/videos/{job.id}").json()["queue"]["reason"] == "paused"
         assert {one["queue"]["reason"] for one in client.get("/v1/videos").json()["data"]} == {"paused"}
@@ -722,11 +725,11 @@ class TestFetching:
         assert numbers == [*range(1, 21), *range(24, 72)]
 
     def test_cells_are_no_formulas(self, client: TestClient, campaigns: Campaigns) -> None:
-        ids = ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "plain", "a=b", 'quo"te', "007"]
+        ids = ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "\nx", "plain", "a=b", 'quo"te', "007"]
         campaign_id = campaigns.loaded(jsonl(*({"prompt": "x", "custom_id": one} for one in ids)))
         text = client.get(f"/v1/campaigns/{campaign_id}/manifest?format=csv").content.decode("utf-8-sig")
         found = [row["custom_id"] for row in csv.DictReader(io.StringIO(text, newline=""))]
-        assert found == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\tx", "'\rx", "plain", "a=b", 'quo"te', "007"]
+        assert found == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\tx", "'\rx", "'\nx", "plain", "a=b", 'quo"te', "007"]
         lines = client.get(f"/v1/campaigns/{campaign_id}/manifest").text.splitlines()
         assert [json.loads(line)["custom_id"] for line in lines] == ids
 

@@ -35,7 +35,7 @@ COLUMNS = (
 FAILED = "failed"
 """The status of a line that could not become a job."""
 
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """What spreadsheets take for the start of a formula."""
 
 
