@@ -311,6 +311,24 @@ class TestStop:
         assert rows.of(campaign).hold_reason is None
 
 
+class TestTrouble:
+    def test_a_window_that_nobody_understands_holds_up_no_other_campaign(self, rows: CampaignRows) -> None:
+        strange = rows.campaign(window={"timezone": "Mars/Base", "start": "00:00", "end": "24:00"})
+        other = rows.campaign()
+        rows.feed()
+        assert rows.of(strange).hold_reason == "window"
+        assert rows.claim_and_start().campaign_id == other
+
+    def test_a_campaign_that_somebody_holds_holds_up_no_other(self, rows: CampaignRows) -> None:
+        held, other = rows.campaign(), rows.campaign(project="other")
+        with rows.engine.begin() as connection:
+            connection.execute(text("SELECT FROM campaigns WHERE id = :id FOR UPDATE"), {"id": held})
+            rows.feed()
+            assert len(rows.open_lines(other)) == MIN_OPEN
+        rows.feed()
+        assert len(rows.open_lines(held)) == MIN_OPEN
+
+
 class TestMaxParallel:
     def test_no_more_than_that_run_or_may_be_claimed(self, rows: CampaignRows) -> None:
         campaign = rows.campaign(max_parallel=3)
@@ -437,6 +455,22 @@ class TestFailures:
         rows.fail(rows.claim_and_start())
         rows.feed()
         assert rows.of(campaign).paused_at is not None
+
+    def test_those_that_were_retried_are_not_excused_again(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign(max_failures=2)
+        rows.feed()
+        failed = [rows.claim_and_start() for _ in range(2)]
+        for job in failed:
+            rows.fail(job)
+        rows.feed()
+        for job in failed:
+            rows.run(jobs.retry(job.id, project="default"))
+        rows.run(feeder.resume(campaign))
+        rows.feed()
+        for _ in range(2):
+            rows.fail(rows.claim_and_start())
+        rows.feed()
+        assert rows.of(campaign).pause_reason == "failures"
 
     def test_too_many_cancel_it_if_that_was_asked_for(self, rows: CampaignRows) -> None:
         campaign = rows.campaign(max_failures=1, on_failure="cancel")

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Double, Engine, Select, column, func, literal_column, select, text, true
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from rushes_core import holds, replicas
@@ -156,16 +157,25 @@ class Feeder:
         now: datetime = rows[0].now
         active = [_standing(row) for row in rows]
         served: dict[str, _Served] = {}
+        failure: DBAPIError | None = None
         for place, (standing, target) in enumerate(self._targets(active, now, served)):
             num_open: int | None = standing.num_open
             if self._is_due(standing, target, now):
                 model = standing.campaign.model
                 tending = _Tending(served.get(model) or self._serve(model), target, now + place * _STEP, len(rows))
-                with Session(self._engine, expire_on_commit=False) as session, session.begin():
-                    num_open = tending.tend(session, standing.campaign.id)
+                try:
+                    with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                        num_open = tending.tend(session, standing.campaign.id)
+                except DBAPIError as error:
+                    # what goes wrong with one campaign must not hold up the others
+                    if error.connection_invalidated:
+                        raise
+                    failure = error
                 if target and num_open == 0:
                     self._in_vain[standing.campaign.id] = (time.monotonic(), standing.limits)
             self._was_open[standing.campaign.id] = standing.num_open if num_open is None else num_open
+        if failure is not None:
+            raise failure
 
     def _targets(
         self, active: Sequence[Standing], now: datetime, served: dict[str, _Served]
@@ -264,7 +274,8 @@ class _Tending:
 
     def _open(self, session: Session, standing: Standing, now: datetime) -> int:
         campaign = standing.campaign
-        changes: dict[str, Any] = {}
+        # failed jobs that were retried are not excused a second time
+        changes: dict[str, Any] = {"failures_excused": min(campaign.failures_excused, standing.failed)}
         last_line = _ALL_LINES
         if standing.is_to_go_on(now):
             changes["proof_state"] = "approved"

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.campaigns.windows import STOP, Opening, Window
+from rushes_core.errors import InvalidRequest
 from rushes_core.measured import RunTimes, Shape
 
 LOOK_AHEAD = 64
@@ -101,7 +102,11 @@ class Standing:
     def opening(self, now: datetime) -> Opening:
         """Of its window; one without a window is always open."""
         window = self.campaign.window
-        return Opening(True, None) if window is None else Window.parse(window).at(now)
+        try:
+            return Opening(True, None) if window is None else Window.parse(window).at(now)
+        except InvalidRequest:
+            # a time zone that this machine does not know: nobody can say when it is open
+            return Opening(False, None)
 
     def stop_at(self, opening: Opening) -> datetime | None:
         """When what runs is given back."""
