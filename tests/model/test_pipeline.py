@@ -178,6 +178,11 @@ class TestRanks:
         frames, samples = (f"NotFinite: decoded {what} are not finite" for what in ("frames", "samples"))
         assert errors == [[frames, samples]] * 2
 
+    def test_a_fault_of_the_sound_beside_the_last_frames_is_raised_by_all(self, split_checkpoint: Path) -> None:
+        # six units: the last of four ranks has none in the second round
+        errors = run_ranks(fail_on_rank, 4, split_checkpoint, 3, timeout_seconds=300)
+        assert errors == [[f"NotFinite: decoded {what} are not finite" for what in ("frames", "frames or samples")]] * 4
+
     def test_ranks_that_do_not_divide_the_heads_are_refused(self, checkpoint: Path) -> None:
         with pytest.raises(Exception, match="2 attention heads cannot be split over 3 ranks"):
             run_ranks(render_on_rank, 3, checkpoint, [])

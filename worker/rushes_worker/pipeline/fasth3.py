@@ -152,9 +152,13 @@ class FastH3Pipeline:
             latent_height=shape.latent_height,
             latent_width=shape.latent_width,
         )
-        # the sound first: the media process has it long before the last frames
-        sound = self._decode_audio(audio_rows, shape.clip)
-        self._decode_video(latents_CTHW, sound, reporter, tile_batch=1 if request.low_memory else None)
+        self._decode(
+            latents_CTHW,
+            audio_rows,
+            shape.clip,
+            reporter,
+            tile_batch=1 if request.low_memory else None,
+        )
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -237,24 +241,30 @@ class FastH3Pipeline:
             raise NotFinite("the denoised latents are not finite", stage="denoising")
         return audio_rows, video_rows
 
-    def _decode_video(
-        self, latents_CTHW: Tensor, sound: "_Outbound", reporter: Reporter, *, tile_batch: int | None
+    def _decode(
+        self, latents_CTHW: Tensor, audio_rows: Tensor, clip: Clip, reporter: Reporter, *, tile_batch: int | None
     ) -> None:
         """Decode this rank's units. A unit's first frames fade in over the tail of the unit before, which the rank
         before decodes in the same round; rank 0 gets it one round earlier from the last rank.
 
-        What is decoded in one round, the sound in the first, is handed over while the device works on the next.
+        The last rank decodes the sound beside the others' last units where it has none itself in that round, else
+        before the first: the media process has it before the last frames. What is decoded in one round is handed over
+        while the device works on the next.
         """
         units = self._video_vae.units
         num_units = units.num_units(latents_CTHW.shape[1])
         height, width = (extent * self._video_vae.config.spatial_compression for extent in latents_CTHW.shape[2:])
         no_tail = torch.zeros(3, units.tail_frames, height, width, device=self._device)
         carried_tail = no_tail
-        outbound = sound
+        is_even = num_units % self._parallel.size == 0
+        outbound = self._decode_audio(audio_rows, clip, "samples") if is_even else _Outbound("samples", None, None)
         for first in range(0, num_units, self._parallel.size):
             unit = first + self._parallel.rank
-            body, tail, is_finite = None, no_tail, None
-            if unit < num_units:
+            what = "frames" if first + self._parallel.size <= num_units else "frames or samples"
+            body, tail, is_finite, sound = None, no_tail, None, None
+            if unit >= num_units:
+                sound = self._decode_audio(audio_rows, clip, what)
+            else:
                 frames = self._video_vae.decode_unit(latents_CTHW[:, units.latent_frames(unit)], tile_batch=tile_batch)
                 body, tail = units.split(frames)
                 is_finite = frames.isfinite().all()
@@ -266,18 +276,19 @@ class FastH3Pipeline:
                     body = torch.cat([body, tail], dim=1)
                 body = to_uint8(body)
             carried_tail = passed_tail
-            decoded, outbound = outbound, _Outbound("frames", body, is_finite, unit)
+            decoded, outbound = outbound, sound or _Outbound(what, body, is_finite, unit)
             self._hand_over(decoded, reporter)
             reporter.checkpoint()
         self._hand_over(outbound, reporter)
 
-    def _decode_audio(self, audio_rows: Tensor, clip: Clip) -> "_Outbound":
+    def _decode_audio(self, audio_rows: Tensor, clip: Clip, what: str) -> "_Outbound":
+        """The soundtrack on the last rank, nothing on others."""
         if self._audio_vae is None:
-            return _Outbound("samples", None, None)
+            return _Outbound(what, None, None)
         samples = self._audio_vae.decode(audio_latents(audio_rows))
         # the decoder makes whole latents' worth of samples; the soundtrack lasts as long as the picture
         samples = F.pad(samples, (0, clip.num_audio_samples - samples.shape[1]))
-        return _Outbound("samples", samples, samples.isfinite().all())
+        return _Outbound(what, samples, samples.isfinite().all())
 
     def _hand_over(self, outbound: "_Outbound", reporter: Reporter) -> None:
         """
@@ -289,16 +300,21 @@ class FastH3Pipeline:
             raise NotFinite(f"decoded {outbound.what} are not finite", stage="decoding")
         if outbound.values is None:
             return
-        if outbound.what == "samples":
+        if outbound.unit is None:
             reporter.audio(outbound.values.numpy())
         else:
             reporter.frames(outbound.unit, outbound.values.numpy())
 
 
 class _Outbound:
-    """A result of this rank, or none, on its way to the host; `values` and `is_finite` count after `wait`."""
+    """A result of this rank, or none, on its way to the host; `values` and `is_finite` count after `wait`.
 
-    def __init__(self, what: str, values: Tensor | None, is_finite: Tensor | None, unit: int = 0) -> None:
+    Args:
+        what: all ranks decode in this round, for people.
+        unit: None for the sound.
+    """
+
+    def __init__(self, what: str, values: Tensor | None, is_finite: Tensor | None, unit: int | None = None) -> None:
         self.what = what
         self.unit = unit
         self.values = None if values is None else _to_host(values)
