@@ -156,6 +156,22 @@ class TestLoading:
         )
         assert sorted(campaigns.bad_lines(campaign_id)) == list(range(1, 9))
 
+    def test_text_comes_through_as_it_is(self, campaigns: Campaigns) -> None:
+        texts = [
+            "\\N",
+            "\\.",
+            "a\tb\r\nc\\n",
+            " '\"; DROP -- ",
+            "\u212bngstr\u00f6m e\u0301",
+            "\U0001f3ac",
+            "\x1f.",
+        ]
+        rows = [{"prompt": one, "custom_id": one, "metadata": {one: one}} for one in texts]
+        items = campaigns.items(campaigns.loaded(jsonl(*rows)))
+        assert [(job.prompt, job.custom_id, job.request["metadata"]) for job in items] == [
+            (one, one, {one: one}) for one in texts
+        ]
+
     def test_an_id_is_taken_once_and_the_other_line_told(
         self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -346,6 +346,39 @@ class TestTables:
         }
 
 
+_PLAIN = line(prompt="a", metadata={"a": "b"}) + line(custom_id="x", body={"prompt": "\u00e9", "seed": 1})
+_TABLE = '\ufeffcustom_id;prompt;seed;metadata.a\r\n1;"a\r\nb";5;x\r\n2;\u00e9;;"q""q";\r\n'.encode()
+_ODD = [b'"', b"\n", b"\r", b"\0", b"\xff", b"{", b"]", b";", b"\t", b"\\ud800", b"1e999", b"\xef\xbb\xbf", b'"body":{']
+
+
+def test_no_bytes_break_a_reader(model: ServedModel) -> None:
+    chance = random.Random(70)
+    num_read = 0
+    for _ in range(1_500):
+        data = bytearray(chance.choice([_PLAIN, _TABLE, gzip.compress(_PLAIN)]))
+        for _ in range(chance.choice([1, 2, 5])):
+            place = chance.randrange(len(data))
+            data[place : place + chance.randrange(3)] = chance.choice([*_ODD, bytes([chance.randrange(256)])])
+        outcomes = [_outcomes(bytes(data), piece, model) for piece in (3, 262_144)]
+        assert outcomes[0] == outcomes[1], data
+        num_read += isinstance(outcomes[0], list)
+    assert num_read > 500
+
+
+def _outcomes(data: bytes, piece: int, model: ServedModel) -> object:
+    """What becomes of every line, but for what is drawn; or why the file cannot be read."""
+    content = content_of(data, piece=piece)
+    try:
+        survey(content, max_lines=1_000)
+        found: list[object] = []
+        for one in Reader(content, kind=format_of(content.head(), "lines"), max_line_bytes=500):
+            outcome = one.error if one.value is None else resolve_line(one.value, Terms(model))
+            found.append((one.line, one.end, outcome if isinstance(outcome, LineError) else one.value))
+        return found
+    except FileUnreadable as error:
+        return error.code
+
+
 @pytest.mark.parametrize(
     ("head", "filename", "kind"),
     [
