@@ -34,6 +34,7 @@ import httpx
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
 from rushes_core.database import create_sync_engine
+from rushes_core.log import configure_logging
 from rushes_core.settings import Settings
 from rushes_worker.claimer import Claimer
 from rushes_worker.heartbeat import Heartbeat
@@ -55,6 +56,7 @@ TIME_LIMIT = 900.0
 
 def replica(settings: Settings, owner: str, seconds: float) -> None:
     """A replica without ranks, until it is ended. A clip of the smallest shape takes `seconds`."""
+    configure_logging(settings.log_level, json=settings.log_json)
     wake, claimer_wake, stopping = Wake(), Wake(), Stopping(60)
     signal.signal(signal.SIGTERM, lambda signum, frame: os._exit(0))
     ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)

@@ -300,7 +300,8 @@ def _until_ended(campaign_id: str, arguments: argparse.Namespace) -> dict[str, A
         while True:
             campaign = _get(client, campaign_id)
             key = (status_words(campaign), campaign["progress"], campaign["request_counts"]["failed"])
-            line.show(describe(campaign), key=key)
+            # a dry run has no items
+            line.show(campaign["status"] if campaign["dry_run"] else describe(campaign), key=key)
             if campaign["status"] in ENDED and not campaign.get("retrying"):
                 return campaign
             time.sleep(POLL_SECONDS)
