@@ -34,6 +34,8 @@ class Ender:
         self._engine = engine
         self._store = ObjectStore(settings)
         self._owner = owner
+        self._deleted_to: dict[str, int] = {}
+        """Lines of deleted campaigns up to which their jobs are deleted."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -77,10 +79,14 @@ class Ender:
             campaign_id = connection.execute(statements.unpurged(limit=1)).scalar_one_or_none()
             if campaign_id is None:
                 return False
-            count = len(connection.execute(statements.delete_some(campaign_id)).all())
-            if not count:
+            # not from the first line each time, past all that is deleted; but once more when the last one is reached
+            after = self._deleted_to.pop(campaign_id, 0)
+            lines = connection.execute(statements.delete_some(campaign_id, after=after)).scalars().all()
+            if lines:
+                self._deleted_to[campaign_id] = max(line for line in lines if line is not None)
+            elif not after:
                 connection.execute(statements.purged(campaign_id))
-        log.info("campaign_jobs_deleted", campaign_id=campaign_id, count=count)
+        log.info("campaign_jobs_deleted", campaign_id=campaign_id, count=len(lines))
         return True
 
     def _finish(self) -> bool:
