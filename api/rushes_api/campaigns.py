@@ -23,6 +23,7 @@ from rushes_core.storage import Upload, file_key
 from rushes_core.strict_json import DuplicateKey, InvalidJson
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from rushes_api.admission import Submission
 from rushes_api.answer import answer
 from rushes_api.auth import Caller
 from rushes_api.body import JSON, MULTIPART, read_body
@@ -67,26 +68,20 @@ _MAX_OPTION_BYTES = 16_384
 _LOOK_SECONDS = 0.25
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
-    """A file that came with its campaign, stored and not yet anybody's."""
+    """A file that came with its campaign, in the store."""
 
+    id: str
     filename: str
     num_bytes: int
     sha256: str
+    has_row: bool = False
+    """Whether its row may have been committed."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Submission:
-    """What was asked for, and what that means now: the answer to a repeated request may be older than its faults."""
-
-    fingerprint: str
-    outcome: CampaignRequest | InvalidRequest
-
-    def checked(self) -> CampaignRequest:
-        if isinstance(self.outcome, InvalidRequest):
-            raise self.outcome
-        return self.outcome
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {"id": self.id, "filename": self.filename, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
 async def submit(
@@ -186,10 +181,10 @@ async def _with_file(
         num_declared = check_head(request, max_bytes=max_bytes)
     else:
         num_declared = declared_bytes(request, max_bytes=max_bytes)
-        # what is wrong with it is told before the file comes
-        CampaignRequest.parse(options)
     if key is None:
-        # what is sent again with its key is answered again, room or not
+        # what is sent again with its key is answered again, right or not, room or not
+        if media_type != MULTIPART:
+            CampaignRequest.parse(options)
         async with state["sessions"].begin() as session:
             await check_room(session, settings, project=caller.project, num_bytes=num_declared)
 
@@ -226,22 +221,15 @@ async def _stored(
     limiter = state["store_limiter"]
     file_id = new_file_id()
     upload = state["store"].begin(file_key(caller.project, file_id), max_bytes=state["settings"].files_max_bytes)
-    has_row = False
-
-    async def made(session: AsyncSession) -> None:
-        nonlocal has_row
-        has_row = True
-
+    sent: _Sent | None = None
     with seat(state["uploads"], upload):
         try:
             filename, members = await store(upload)
-            sent = _Sent(filename, upload.num_bytes, upload.sha256)
-            return await _accept(
-                request, members, sent, caller=caller, key=key, state=state, file_id=file_id, on_file=made
-            )
+            sent = _Sent(file_id, filename, upload.num_bytes, upload.sha256)
+            return await _accept(request, members, sent, caller=caller, key=key, state=state)
         finally:
             # an object whose row may have been committed stays: without a row it is an orphan, which the sweeper finds
-            if not has_row:
+            if sent is None or not sent.has_row:
                 await discard(upload, limiter=limiter)
             upload.close()
 
@@ -255,8 +243,6 @@ async def _accept(
     key: str | None,
     state: State,
     is_batch: bool = False,
-    file_id: str | None = None,
-    on_file: Callable[[AsyncSession], Awaitable[None]] | None = None,
 ) -> Response:
     if sent is not None and members.get("input_file_id") is not None:
         raise ApiError("input_file_id names a file, and another one is sent along", param="input_file_id")
@@ -280,14 +266,10 @@ async def _accept(
             if sent is None:
                 columns["input_file_id"] = await _input(wanted, session, project=caller.project)
             else:
-                assert file_id is not None
-                assert on_file is not None
                 await check_room(session, state["settings"], project=caller.project, num_bytes=sent.num_bytes)
-                values: dict[str, Any] = {"filename": sent.filename, "bytes": sent.num_bytes, "sha256": sent.sha256}
-                create_file = files.create(id=file_id, project=caller.project, purpose="batch", **values)
-                await session.execute(create_file)
-                columns["input_file_id"] = file_id
-                await on_file(session)
+                await session.execute(files.create(project=caller.project, purpose="batch", **sent.columns))
+                columns["input_file_id"] = sent.id
+                sent.has_row = True
             if wanted.webhook is not None:
                 columns["webhook"] = await state["webhooks"].of_job(
                     wanted.webhook, project=caller.project, session=session
@@ -304,7 +286,7 @@ async def _accept(
 
 async def _checked(
     members: dict[str, Any], sent: _Sent | None, *, caller: Caller, key: str | None, state: State, is_batch: bool
-) -> _Submission:
+) -> Submission[CampaignRequest]:
     given = {name: value for name, value in members.items() if value is not None}
     text = json.dumps({"members": given, "file": None if sent is None else sent.sha256}, sort_keys=True)
     digest = sha256(text.encode()).hexdigest()
@@ -321,8 +303,8 @@ async def _checked(
     except InvalidRequest as error:
         if key is None:
             raise
-        return _Submission(digest, error)
-    return _Submission(digest, wanted)
+        return Submission(digest, error)
+    return Submission(digest, wanted)
 
 
 async def _check_place(session: AsyncSession, state: State, *, project: str) -> None:
