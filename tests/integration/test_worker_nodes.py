@@ -139,6 +139,13 @@ def test_first_node_waits_for_the_second_and_claims_nothing_meanwhile(jobs: Jobs
     assert jobs.wait_completed(job_id).attempt == 1
 
 
+def test_first_node_that_waits_can_be_stopped(jobs: Jobs, pair: Pair) -> None:
+    first = pair.start_first()
+    eventually(lambda: first.events("node_awaited"))
+    first.terminate()
+    assert first.wait() == 0
+
+
 def kill_rank_of_the_second(pair: Pair, first: Worker, second: JoiningNode) -> str:
     os.kill(rank_of(second), signal.SIGKILL)
     return "Rank 1 of the worker was killed by SIGKILL."

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rushes_cli.main import main
 from rushes_cli.signals import Interrupted, deferred, interruptible
 from rushes_cli.terminal import ProgressLine, describe
 from rushes_core.settings import get_settings
+from support.worker import write_contract
 
 VIDEO: dict[str, Any] = {"status": "in_progress", "phase": "denoising", "progress": 50}
 
@@ -45,6 +47,34 @@ def test_wrong_settings_are_named_with_the_reason(
     monkeypatch.setenv("RUSHES_LEASE_SECONDS", "soon")
     assert main(["dispatcher"]) == 2
     assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--node-rank", "1"], 2, "every node but the first is started with --join HOST"),
+        (["--nodes", "3"], 1, "nodes must be 1 or 2, got 3"),
+        (["--layout", "r2s4", "--nodes", "2"], 1, "layout r2s4 over 2 nodes: expected one replica"),
+        (["--join", "host:port"], 1, "--join takes HOST or HOST:PORT, got 'host:port'"),
+    ],
+)
+def test_nodes_that_no_replica_can_have_are_refused(
+    words: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, value in {
+        "DATABASE_URL": "postgresql+psycopg://a:b@127.0.0.1:1/c",
+        "REDIS_URL": "redis://127.0.0.1:1/0",
+        "S3_BUCKET": "bucket",
+        "CHECKPOINT": str(write_contract(tmp_path / "checkpoint")),
+    }.items():
+        monkeypatch.setenv(f"RUSHES_{name}", value)
+    assert main(["worker", "--device", "cpu", *words]) == status
+    assert message in capsys.readouterr().err
 
 
 def test_a_variable_that_is_no_setting_is_named_with_the_nearest(

@@ -116,6 +116,7 @@ class NodeLink:
         self._inbox: deque[Any] = deque()
         self._wake = Wake()
         self._lost = threading.Event()
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._listen, name="node-listener", daemon=True),
             threading.Thread(target=self._pulse, name="node-pulse", daemon=True),
@@ -155,7 +156,10 @@ class NodeLink:
         return messages
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up; nobody may wait for the link any more."""
+        if self._closed:
+            return
+        self._closed = True
         self._lose()
         for thread in self._threads:
             thread.join()

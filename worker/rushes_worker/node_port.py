@@ -51,14 +51,15 @@ class NodePort:
 
     @property
     def link(self) -> NodeLink | None:
-        """To the node that has joined; None while there is none."""
+        """To the node that has joined; None while there is none. Who uses it closes it when it is lost."""
         link = self._link
         return None if link is None or link.is_lost else link
 
     def close(self) -> None:
         """Hang up and listen no more."""
         self._closing.set()
-        self._thread.join()
+        # somebody who came a moment ago may not have proved anything yet
+        self._thread.join(SILENCE_SECONDS)
         self._listener.close()
         if self._link is not None:
             self._link.close()
@@ -90,8 +91,6 @@ class NodePort:
             log.error("node_declined", address=address, reason=str(answer))
             connected.close()
             return
-        if self._link is not None:
-            self._link.close()
         log.info("node_joined", address=address, name=answer.name)
         self._link = NodeLink(connected, on_loss=self._lost)
         self._on_change()

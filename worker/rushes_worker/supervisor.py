@@ -165,6 +165,8 @@ class Supervisor:
             pass
         finally:
             group.end("stopping")
+            if link is not None and link.is_lost:
+                link.close()
         self._failures += 1
 
     def _await_node(self) -> NodeLink | None:
