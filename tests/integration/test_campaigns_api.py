@@ -8,7 +8,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,37 @@ class TestSending:
             file_key("default", file.id)
         ]
         assert len(made(client.get("/v1/campaigns"))["data"]) == 1
+
+    def test_an_answer_is_given_again_whatever_is_wrong_by_then(
+        self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file_id = upload(client)
+        headers = {"Idempotency-Key": "later"}
+        body = {"input_file_id": file_id, "not_before": time.time() + 60}
+        query = {"not_before": body["not_before"]}
+        raw = {"content": LINES, "headers": {"Idempotency-Key": "raw", "Content-Type": "application/jsonl"}}
+        first = made(client.post("/v1/campaigns", json=body, headers=headers))
+        second = made(client.post("/v1/campaigns", params=query, **raw))
+        client.delete(f"/v1/files/{file_id}")
+        hours_later = datetime.now(UTC) + timedelta(hours=3)
+
+        class Later(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> datetime:
+                return hours_later
+
+        monkeypatch.setattr("rushes_core.campaigns.options.datetime", Later)
+        assert made(client.post("/v1/campaigns", json=body, headers=headers)) == first
+        assert made(client.post("/v1/campaigns", params=query, **raw)) == second
+        refused(client.post("/v1/campaigns", json=body), 400, "invalid_value", "not_before")
+
+    def test_what_was_wrong_takes_no_key(self, client: TestClient, campaigns: Campaigns) -> None:
+        headers = {"Idempotency-Key": "wrong"}
+        body = {"requests": [{"prompt": "x"}], "max_parallel": 0}
+        refused(client.post("/v1/campaigns", json=body, headers=headers), 400, "invalid_value", "max_parallel")
+        made(client.post("/v1/campaigns", json=body | {"max_parallel": 1}, headers=headers))
+        with Session(campaigns.engine) as session:
+            assert len(session.scalars(select(File)).all()) == 1
 
     def test_a_class_that_the_key_may_not_use(self, client: TestClient, campaigns: Campaigns) -> None:
         key = bearer(create_key(client, priorities=["normal"], scopes=["batches"]))
