@@ -192,7 +192,7 @@ class TestRefusals:
             ({"name": "x", "event_types": ["video.completed"]}, "url", "required"),
             ({"name": "x", "url": URL}, "event_types", "required"),
             ({"name": "x", "url": URL, "event_types": []}, "event_types", "one or more of"),
-            ({"name": "x", "url": URL, "event_types": ["batch.completed"]}, "event_types", "batch.completed"),
+            ({"name": "x", "url": URL, "event_types": ["batch.started"]}, "event_types", "batch.started"),
             ({"name": "x", "url": 7, "event_types": ["video.completed"]}, "url", "string"),
             ({"name": "x", "url": URL, "event_types": ["video.completed"], "secret": "s"}, "secret", "unknown"),
         ],
