@@ -250,6 +250,7 @@ RETRYABLE_ERRORS: dict[str, bool] = {
     "invalid_request": False,
     "cancelled_by_user": True,
     "deadline_exceeded": True,
+    "batch_expired": True,
 }
 """Every code that an ended job may have, and whether it may end otherwise when it is retried."""
 

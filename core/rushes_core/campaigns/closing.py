@@ -39,9 +39,10 @@ from rushes_core.predicates import IS_LEASED
 CLOSED_AT_ONCE = 2_000
 """Jobs that `close_some` closes at most: others that move jobs of the campaign wait for its end, some of them."""
 EXPIRED: dict[str, Any] = {
-    "code": "completion_window_exceeded",
+    "code": "batch_expired",
     "message": "The job did not start before the completion window of its campaign was over.",
 }
+"""With OpenAI's code for it."""
 
 
 def request_stop(campaign_id: str) -> tuple[Executable, ...]:
