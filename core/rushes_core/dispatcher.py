@@ -47,7 +47,9 @@ class Dispatcher:
         self._hints = HintQueue(settings)
         self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
         self._campaign_hints = HintQueue(settings, queue=CAMPAIGN_QUEUE)
-        self._feeder = Feeder(self._engine, seen_within_seconds=settings.lease_seconds)
+        self._feeder = Feeder(
+            self._engine, seen_within_seconds=settings.lease_seconds, patience_seconds=settings.patience_seconds
+        )
         self._pool = settings.pool
 
     def hint(self) -> int:

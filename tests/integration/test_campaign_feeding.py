@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from rushes_core import jobs
 from rushes_core.campaigns import feeder, feeding
-from rushes_core.campaigns.feeding import Feeder
 from rushes_core.campaigns.opening import FIRST_ITEMS, MAX_OPEN, MIN_OPEN
 from rushes_core.database import create_sync_engine
 from rushes_core.models import ApiKey, Job
@@ -185,7 +184,7 @@ class TestStop:
         stop = threading.Event()
 
         def feed() -> None:
-            feeder_of_thread = Feeder(rows.engine, seen_within_seconds=60)
+            feeder_of_thread = rows.another_feeder()
             while not stop.is_set():
                 feeder_of_thread.feed()
 
@@ -356,7 +355,7 @@ class TestMaxParallel:
         most = {parallel: 0, budgeted: 0}
 
         def feed() -> None:
-            feeder_of_thread = Feeder(rows.engine, seen_within_seconds=60)
+            feeder_of_thread = rows.another_feeder()
             while not stop.is_set():
                 feeder_of_thread.feed()
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rushes_core import jobs
+from rushes_core import jobs, measured
 from rushes_core.campaigns.feeding import Feeder
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.models import Job
@@ -46,8 +46,11 @@ class CampaignRows(JobRows):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.feeder = Feeder(engine, seen_within_seconds=60)
+        self.feeder = self.another_feeder()
         self._number = 0
+
+    def another_feeder(self) -> Feeder:
+        return Feeder(self.engine, seen_within_seconds=60, patience_seconds=600)
 
     def clear(self) -> None:
         with self.engine.begin() as connection:
@@ -138,6 +141,11 @@ class CampaignRows(JobRows):
                 ),
                 dict(zip("mwhn", (MODEL, *shape), strict=True)) | {"jobs": num_jobs, "p50": p50, "p90": p90},
             )
+
+    def measure_completed(self) -> None:
+        """What the dispatcher does every few seconds."""
+        with self.engine.begin() as connection:
+            connection.execute(measured.measure())
 
     def replica(self, name: str = "worker", layout: str = "r1s1") -> None:
         """A replica that is up."""

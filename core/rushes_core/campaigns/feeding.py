@@ -78,6 +78,7 @@ SELECT run_at FROM jobs
 WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = :priority AND project = :project
 ORDER BY run_at LIMIT 1
 """)
+_NEWEST_OPEN = text(f"SELECT max(run_at) FROM jobs WHERE {live('queued')}")
 _ALL_LINES = 2**62
 _COUNTED = ("queued", "in_progress", "ended", "failed", "remaining_cost", "gpu_seconds")
 _LIVE_NUMBERS = ("num_open", "num_leased", "num_late", "num_ahead")
@@ -136,10 +137,12 @@ class Feeder:
 
     Args:
         seen_within_seconds: how long a replica may be silent and still be counted on.
+        patience_seconds: after which a claim looks for jobs that were passed over.
     """
 
-    def __init__(self, engine: Engine, *, seen_within_seconds: float) -> None:
+    def __init__(self, engine: Engine, *, seen_within_seconds: float, patience_seconds: float) -> None:
         self._engine = engine
+        self._patience = timedelta(seconds=patience_seconds)
         self._seen_within_seconds = seen_within_seconds
         self._was_open: dict[str, int] = {}
         self._claimed: dict[tuple[str, str, int], float] = {}
@@ -162,7 +165,13 @@ class Feeder:
             num_open: int | None = standing.num_open
             if self._is_due(standing, target, now):
                 model = standing.campaign.model
-                tending = _Tending(served.get(model) or self._serve(model), target, now + place * _STEP, len(rows))
+                tending = _Tending(
+                    served.get(model) or self._serve(model),
+                    target,
+                    opened_at=now + place * _STEP,
+                    num_campaigns=len(rows),
+                    patience=self._patience,
+                )
                 try:
                     with Session(self._engine, expire_on_commit=False) as session, session.begin():
                         num_open = tending.tend(session, standing.campaign.id)
@@ -243,10 +252,14 @@ class _Tending:
     Args:
         opened_at: what its first job is opened as of; jobs of several campaigns take turns from there.
         num_campaigns: how many campaigns do.
+        patience: when open jobs have waited for longer, what follows them has waited as long.
     """
 
-    def __init__(self, served: _Served, target: int, opened_at: datetime, num_campaigns: int) -> None:
+    def __init__(
+        self, served: _Served, target: int, *, opened_at: datetime, num_campaigns: int, patience: timedelta
+    ) -> None:
         self._served = served
+        self._patience = patience
         self._target = target
         self._opened_at = opened_at
         self._step = num_campaigns * _STEP
@@ -348,9 +361,13 @@ class _Tending:
             lane = {"model": campaign.model, "priority": campaign.priority, "project": campaign.project}
             oldest: datetime | None = session.execute(_FIRST_OPEN, lane).scalar_one_or_none()
             begins = begins if oldest is None else min(begins, oldest - _EARLIER)
+        follows = self._opened_at
+        newest: datetime | None = session.execute(_NEWEST_OPEN, {"campaign": campaign.id}).scalar_one()
+        if newest is not None and newest < self._opened_at - self._patience:
+            # claims pass this campaign over: what is opened now would else be let wait from the beginning
+            begins = follows = newest + _STEP
         run_at = [
-            (begins if number < standing.num_first else self._opened_at) + number * self._step
-            for number in range(len(opened))
+            (begins if number < standing.num_first else follows) + number * self._step for number in range(len(opened))
         ]
         values = {
             "ids": [one.id for one in opened],
