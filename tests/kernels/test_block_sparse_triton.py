@@ -11,7 +11,7 @@ from rushes_kernels.providers import Provider
 from support.tile_lists import Problem, run_on_poisoned_memory
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with the CUDA builds of torch alone")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
 
 
 @pytest.fixture(scope="module")
