@@ -21,6 +21,9 @@ from rushes_core.queue import CAMPAIGN_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.campaigns import chunks
+from rushes_worker.campaigns.copying import copy_rows
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from support.campaigns import Campaigns, jsonl, openai_line
 from support.checkpoints import tiny_checkpoint
@@ -462,6 +465,30 @@ class TestKilled:
         ]
         counts = campaigns.counts(campaign_id)
         assert (counts["queued"], counts["invalid"]) == (len(jobs), len(bad))
+
+    def test_a_connection_that_is_lost_within_a_chunk_costs_no_line(
+        self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chunks, "CHUNK_LINES", 10)
+        campaign_id = campaigns.submit(self.lines())
+        left = 3
+
+        def copy_and_lose(connection: Connection, statement: str, rows: Any) -> None:
+            nonlocal left
+            left -= 1
+            copy_rows(connection, statement, rows)
+            if not left:
+                pid = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+                campaigns.execute("SELECT pg_terminate_backend(:pid)", pid=pid)
+
+        monkeypatch.setattr("rushes_worker.campaigns.loader.copy_rows", copy_and_lose)
+        with pytest.raises(DBAPIError):
+            campaigns.load()
+        assert campaigns.read(campaign_id).loaded_lines == 20
+        campaigns.execute("UPDATE campaigns SET lease_until = now()")
+        campaigns.load()
+        counts = campaigns.counts(campaign_id)
+        assert counts["queued"] + counts["invalid"] == self.NUM_LINES
 
     def test_a_loader_that_lost_its_lease_writes_nothing(self, campaigns: Campaigns) -> None:
         campaign_id = campaigns.submit(self.lines())
