@@ -20,6 +20,7 @@ from rushes_cli.campaigns.shown import (
     counts_text,
     describe,
     duration_text,
+    plain,
     report_lines,
     status_words,
 )
@@ -250,7 +251,7 @@ def _report(arguments: argparse.Namespace, campaign_id: str) -> int:
     for text in report_lines(report):
         print(text)
     for error in list(report.get("errors") or [])[:SHOWN_ERRORS]:
-        print(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})")
+        print(plain(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})"))
     return OUTCOMES[campaign["status"]]
 
 
@@ -260,7 +261,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(campaign)
         return 0
-    print(f"{campaign['id']}  {campaign.get('name') or ''}".rstrip())
+    print(f"{campaign['id']}  {plain(campaign.get('name') or '')}".rstrip())
     print(describe(campaign))
     budget, proof = campaign["budget"], campaign.get("proof")
     most = f" of {duration_text(budget['gpu_seconds'])}" if budget["gpu_seconds"] is not None else ""
@@ -324,7 +325,7 @@ def _list(arguments: argparse.Namespace) -> int:
             status_words(one),
             f"{one['progress']} %",
             counts_text(one["request_counts"]),
-            one.get("name") or "",
+            plain(one.get("name") or ""),
         )
         for one in found
     ]
@@ -349,8 +350,8 @@ def _items(arguments: argparse.Namespace) -> int:
 
 def _item_text(item: dict[str, Any]) -> str:
     error: dict[str, Any] = item.get("error") or {}
-    why = f"{error.get('code')}: {error.get('message')}" if error else ""
-    cells = (f"{item.get('line') or '':>7}", f"{item['status']:<11}", f"{item.get('custom_id') or '-':<24}")
+    why = plain(f"{error.get('code')}: {error.get('message')}") if error else ""
+    cells = (f"{item.get('line') or '':>7}", f"{item['status']:<11}", f"{plain(item.get('custom_id') or '-'):<24}")
     return "  ".join((*cells, f"{item.get('video_id') or '-':<32}", why)).rstrip()
 
 
@@ -398,6 +399,8 @@ def _download(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--parallel must be at most {MAX_PARALLEL}, got {arguments.parallel}")
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
+    if (other := manifest.owner(folder)) not in (None, arguments.id):
+        raise UsageError(f"{folder} has the clips of {other}: give each campaign a directory of its own")
     failures: dict[str, str] = {}
     with Line(sys.stderr) as line, _api(line=line) as client:
         campaign = _get(client, arguments.id)
@@ -458,7 +461,7 @@ def _get(client: Client, campaign_id: str) -> dict[str, Any]:
 def _print_failure(campaign: dict[str, Any]) -> None:
     for error in ((campaign.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
         where = f"line {error['line']}: " if error.get("line") else ""
-        print(f"{where}{error.get('message')} ({error.get('code')})")
+        print(plain(f"{where}{error.get('message')} ({error.get('code')})"))
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,12 +1,13 @@
 """`rushes campaign` without an API: what its flags mean, what is shown, and what files are called."""
 
 import hashlib
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rushes_cli.campaigns import flags
+from rushes_cli.campaigns import flags, manifest
 from rushes_cli.campaigns.client import from_environment
 from rushes_cli.campaigns.download import (
     Clip,
@@ -15,7 +16,7 @@ from rushes_cli.campaigns.download import (
     range_headers,
     resume,
 )
-from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text, report_lines
+from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text, plain, report_lines
 from rushes_cli.main import UsageError, main
 
 CAMPAIGN_ID = "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH"
@@ -249,6 +250,9 @@ class TestShown:
         assert "unknown" in list(report_lines(report | {"gpu_seconds": None}))[1]
         assert list(report_lines({})) == []
 
+    def test_what_a_terminal_would_obey_is_written_out(self) -> None:
+        assert plain("夜 \x1b[2J a\nb") == "夜 \\x1b[2J a\\nb"
+
     def test_nothing_yet_is_said(self) -> None:
         assert counts_text(dict.fromkeys(COUNTS, 0)) == "nothing yet of 0"
 
@@ -288,3 +292,16 @@ def test_what_is_here_is_hashed_as_far_as_it_goes(tmp_path: Path) -> None:
         part.write_bytes(DATA[:size])
         state = resume(part, clip())
         assert (state.offset, state.digest.hexdigest()) == (size, hashlib.sha256(DATA[:size]).hexdigest())
+
+
+def test_a_directory_belongs_to_the_campaign_whose_manifest_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert manifest.owner(tmp_path) is None
+    open_item = {"custom_id": "a", "response": None, "error": None}
+    done = {"custom_id": "b", "response": {"body": {"id": "video_1", "campaign_id": CAMPAIGN_ID}}, "error": None}
+    (tmp_path / "manifest.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in (open_item, done)))
+    assert manifest.owner(tmp_path) == CAMPAIGN_ID
+    monkeypatch.setenv("RUSHES_KEY", "key")
+    assert main(["campaign", "download", CAMPAIGN_ID.replace("Z8", "Z9"), str(tmp_path)]) == 2
+    assert CAMPAIGN_ID in capsys.readouterr().err

@@ -51,6 +51,15 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
+def owner(folder: Path) -> str | None:
+    """The campaign whose clips are here, if one can be told."""
+    try:
+        bodies = ((line.get("response") or {}).get("body") or {} for line in _lines(folder))
+        return next((body["campaign_id"] for body in bodies if body.get("campaign_id")), None)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def clips(folder: Path) -> Iterator[Clip]:
     """Of the items that have one."""
     return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)

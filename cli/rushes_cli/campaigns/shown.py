@@ -78,6 +78,11 @@ def _clock(unix: float, now: datetime | None) -> str:
     return f"{at:%H:%M}" if at.date() == today.date() else f"{at:%a %H:%M}"
 
 
+def plain(text: str) -> str:
+    """`text` of somebody else's on one line, with what a terminal would obey written out."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def bytes_text(count: float) -> str:
     """As 1.2 GB, in powers of 1,000."""
     unit = min(3, int(math.log10(count) // 3)) if count >= 1 else 0
