@@ -44,7 +44,7 @@ def member_name(job: Job) -> str:
     is_plain = _PLAIN.fullmatch(wanted) and len(wanted) <= _MAX_NAME and not wanted.endswith(".")
     if is_plain and not _DEVICES.fullmatch(wanted) and wanted not in _OWN:
         return f"{wanted}{VIDEO.extension}"
-    kept = _UNSAFE.sub("_", wanted)[:_MAX_NAME].strip("._") or "line"
+    kept = _UNSAFE.sub("_", wanted)[:_MAX_NAME].strip("._-") or "line"
     return f"{kept}~{job.line}{VIDEO.extension}"
 
 
