@@ -108,6 +108,7 @@ class TestPlan:
         ("statement", "index"),
         [
             (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
+            (jobs.more_urgent(model=MODEL, owner="w", than=2), "ix_jobs_claimable"),
             (backlog.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
@@ -122,6 +123,7 @@ class TestPlan:
         ],
         ids=[
             "claim",
+            "more_urgent",
             "num_ready",
             "reap",
             "release_unknown",
