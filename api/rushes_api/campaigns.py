@@ -269,13 +269,15 @@ async def _accept(
                 await check_room(session, state["settings"], project=caller.project, num_bytes=sent.num_bytes)
                 await session.execute(files.create(project=caller.project, purpose="batch", **sent.columns))
                 columns["input_file_id"] = sent.id
-                sent.has_row = True
             if wanted.webhook is not None:
                 columns["webhook"] = await state["webhooks"].of_job(
                     wanted.webhook, project=caller.project, session=session
                 )
             create = statements.create(id=campaign_id, project=caller.project, api_key=caller.api_key, **columns)
             campaign = (await session.execute(create)).scalar_one_or_none()
+            if sent is not None:
+                # nothing refuses it any more: from here on the row may be there
+                sent.has_row = True
         # the first run's commit was still on its way when this one looked for its row
         return await batch_in(session, campaign or await session.get_one(Campaign, campaign_id), state)
 

@@ -31,6 +31,7 @@ from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
+from rushes_core.campaigns.tables import Campaign
 from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
@@ -527,11 +528,13 @@ def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
     """FAILED, CANCELLED or EXPIRED -> QUEUED as a new generation, which starts from nothing.
 
     It still waits for its `not_before`; a deadline that has passed is dropped. A row with a hold is to be followed by
-    `holds.open_holds` in the same transaction. No row: there is no such job, or it is in another state.
+    `holds.open_holds` in the same transaction. No row: there is no such job, it is in another state, or its campaign
+    was deleted.
     """
+    goes_away = exists().where(Campaign.id == Job.campaign_id, Campaign.deleted_at.is_not(None))
     return (
         _update_jobs()
-        .where(*_visible(job_id, project), in_states(*RETRYABLE_STATES))
+        .where(*_visible(job_id, project), in_states(*RETRYABLE_STATES), ~goes_away)
         .values(
             state=JobState.QUEUED,
             hold=case(

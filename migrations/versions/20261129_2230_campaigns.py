@@ -132,7 +132,8 @@ BEGIN
         IF NEW.campaign_id IS NOT NULL AND OLD.state IN ('failed', 'cancelled', 'expired') THEN
             UPDATE campaigns SET state = 'in_progress', reopened_at = now(), told_progress = 0,
                 expires_at = CASE WHEN expires_at > now() THEN expires_at END
-            WHERE id = NEW.campaign_id AND state IN ('completed', 'cancelled', 'expired', 'finalizing');
+            WHERE id = NEW.campaign_id AND state IN ('completed', 'cancelled', 'expired', 'finalizing')
+                AND deleted_at IS NULL;
         END IF;
     ELSIF NEW.deleted_at IS NULL AND (
         NEW.campaign_id IS NULL OR campaign_tells(NEW.campaign_id, what)

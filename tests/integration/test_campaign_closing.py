@@ -236,3 +236,26 @@ class TestDelete:
         # nobody can read what nobody can see
         assert (campaign.output_file_id, campaign.error_file_id) == (None, None)
         assert campaigns.events(campaign_id) == []
+
+    def test_a_job_that_somebody_holds_is_deleted_when_it_is_free(self, campaigns: Campaigns) -> None:
+        campaign_id = loaded(campaigns, 3)
+        campaigns.stop(campaign_id)
+        campaigns.end()
+        campaigns.jobs.run(statements.delete(campaign_id))
+        with campaigns.engine.begin() as connection:
+            connection.exec_driver_sql("SELECT FROM jobs WHERE line = 2 FOR UPDATE")
+            campaigns.end()
+            assert campaigns.read(campaign_id).purged_at is None
+            assert [job.deleted_at is not None for job in campaigns.items(campaign_id)] == [True, False, True]
+        campaigns.end()
+        assert campaigns.read(campaign_id).purged_at is not None
+        assert all(job.deleted_at is not None for job in campaigns.items(campaign_id))
+
+    def test_its_jobs_are_not_retried_and_do_not_bring_it_back(self, campaigns: Campaigns) -> None:
+        campaign_id = loaded(campaigns, 2)
+        campaigns.stop(campaign_id)
+        campaigns.end()
+        campaigns.jobs.run(statements.delete(campaign_id))
+        job = campaigns.items(campaign_id)[0]
+        assert campaigns.jobs.run(jobs.retry(job.id, project="default")) is None
+        assert campaigns.read(campaign_id).state == "cancelled"

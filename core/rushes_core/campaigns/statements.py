@@ -12,6 +12,7 @@ from sqlalchemy import (
     Update,
     and_,
     case,
+    exists,
     func,
     literal_column,
     or_,
@@ -249,15 +250,16 @@ def delete(campaign_id: str) -> ReturningUpdate[Campaign]:
 
 def delete_some(campaign_id: str, *, after: int = 0) -> ReturningUpdate[int | None]:
     """Delete the first jobs of a deleted campaign behind a line, as a client would: the sweeper removes their objects.
+    Those that others hold are passed over.
 
-    Their lines. None: there are no more, and `purged` belongs into the same transaction.
+    Their lines. None: `purged` belongs into the same transaction.
     """
     some = (
         select(Job.id)
         .where(Job.campaign_id == campaign_id, Job.line > after, Job.deleted_at.is_(None))
         .order_by(Job.line)
         .limit(CHANGED_AT_ONCE)
-        .with_for_update(key_share=True)
+        .with_for_update(key_share=True, skip_locked=True)
         .cte("some")
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
@@ -273,8 +275,9 @@ def delete_some(campaign_id: str, *, after: int = 0) -> ReturningUpdate[int | No
 
 
 def purged(campaign_id: str) -> Update:
-    """Nothing is left of a deleted campaign but its row."""
-    return _update().where(Campaign.id == campaign_id).values(purged_at=func.now())
+    """Nothing is left of a deleted campaign but its row. No change while there is a job that is not deleted."""
+    is_left = exists().where(Job.campaign_id == campaign_id, Job.deleted_at.is_(None))
+    return _update().where(Campaign.id == campaign_id, ~is_left).values(purged_at=func.now())
 
 
 def unpurged(*, limit: int = 20) -> Select[str]:

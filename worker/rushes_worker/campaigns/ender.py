@@ -82,12 +82,14 @@ class Ender:
             # not from the first line each time, past all that is deleted; but once more when the last one is reached
             after = self._deleted_to.pop(campaign_id, 0)
             lines = connection.execute(statements.delete_some(campaign_id, after=after)).scalars().all()
+            is_done = False
             if lines:
                 self._deleted_to[campaign_id] = max(line for line in lines if line is not None)
             elif not after:
-                connection.execute(statements.purged(campaign_id))
+                is_done = connection.execute(statements.purged(campaign_id)).rowcount > 0
         log.info("campaign_jobs_deleted", campaign_id=campaign_id, count=len(lines))
-        return True
+        # what another transaction holds is looked at again later
+        return bool(lines or after) or is_done
 
     def _finish(self) -> bool:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
