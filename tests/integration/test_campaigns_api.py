@@ -362,6 +362,8 @@ class TestSending:
             "webhook_events": ["batch.completed", "video.failed"],
         }
         refused(client.post("/v1/campaigns", json=body, headers=key), 400, "webhook_secret_missing", "webhook_url")
+        # nor does what was sent with it stay in the store
+        assert [one for page in campaigns.store.list_pages("files/told/") for one in page] == []
         made(client.post("/v1/webhook_secret/rotate", headers=key))
         campaign = made(client.post("/v1/campaigns", json=body, headers=key))
         assert campaign["webhook_url"] == body["webhook_url"]
