@@ -57,8 +57,8 @@ def _update_replica(replica_id: str) -> Update:
 def up(*, seen_within_seconds: float) -> Select[Replica]:
     """Replicas that have not stopped and have been heard of within the last `seen_within_seconds`, by name.
 
-    `detail` holds `pid`, the `checkpoint`, the `ranks`' pids, their `devices`, `failures`, the rank groups in a row that
-    ended without a completed job, and `crashed_jobs` of the last half hour, for which it may have drained itself.
+    `detail` holds `pid`, the `checkpoint`, the `ranks`' pids, their `devices`, `failures`, the rank groups in a row
+    that ended without a completed job, and `crashed_jobs` of the last half hour, for which it may have drained itself.
     """
     return (
         select(Replica)
