@@ -3,8 +3,8 @@
 Shapes: H heads, n tiles, P of them prefix, V = n - P; B places of a tile, D head dimension; L entries of a list.
 """
 
-# triton comes with the CUDA builds of torch alone
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# triton has no wheels but for Linux, and its launch options are no parameters of a kernel
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 import math
 from contextlib import nullcontext
 

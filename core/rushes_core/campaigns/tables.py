@@ -135,8 +135,8 @@ class Campaign(Base):
 
 
 class CampaignCount(Base):
-    """The jobs of a campaign by state, changed by the triggers that move them: the sum of `NUM_SHARDS` rows, which every
-    campaign has from its beginning."""
+    """The jobs of a campaign by state, changed by the triggers that move them: the sum of `NUM_SHARDS` rows, which it has
+    from its beginning."""
 
     __tablename__ = "campaign_counts"
 
