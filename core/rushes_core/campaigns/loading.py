@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, TextClause, Update, and_, exists, func, or_, select, text, update
+from sqlalchemy import Select, TextClause, Update, and_, exists, func, null, or_, select, text, update
 from sqlalchemy.sql.dml import ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -27,9 +27,15 @@ DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
 MAX_REPORTED = 1_000
 """Bad lines that are told of a file that was only read."""
 
-_LOADS = and_(
+MAX_FAILURES = 5
+"""Failures in a row, other than outages, after which the rest of a file is given up."""
+_EXPIRED = "batch_expired"
+"""OpenAI's code for it."""
+
+_IS_UNREAD = and_(
     Campaign.state.in_(("validating", "in_progress")), Campaign.loaded_at.is_(None), Campaign.deleted_at.is_(None)
 )
+_LOADS = and_(_IS_UNREAD, or_(Campaign.dry_run, Campaign.expires_at.is_(None), Campaign.expires_at > func.now()))
 _IS_FREE = or_(Campaign.lease_until.is_(None), Campaign.lease_until <= func.now())
 
 
@@ -129,12 +135,71 @@ def last_id(campaign_id: str) -> Select[str]:
     return select(Job.id).where(Job.campaign_id == campaign_id).order_by(Job.line.desc()).limit(1)
 
 
-def num_queued(project: str) -> Select[int]:
-    """Jobs of the project's campaigns that wait."""
-    return (
+def num_queued(project: str, *, but: str = "") -> Select[int]:
+    """Jobs of the project's campaigns that wait, and lines that will become some; those of the campaign `but` are left
+    out."""
+    waiting = (
         select(func.coalesce(func.sum(CampaignCount.queued), 0))
         .join(Campaign, Campaign.id == CampaignCount.campaign_id)
         .where(Campaign.project == project, Campaign.state.in_(("validating", "in_progress", "cancelling")))
+    )
+    unread = select(func.coalesce(func.sum(Campaign.num_lines - Campaign.loaded_lines), 0)).where(
+        Campaign.project == project, _LOADS, Campaign.id != but
+    )
+    return select(waiting.scalar_subquery() + unread.scalar_subquery())
+
+
+def note_lines(lease: Lease, num_lines: int) -> ReturningUpdate[str]:
+    """Keep a place for each line of a file that is to be loaded. No row: the lease is lost."""
+    return update(Campaign).where(is_held(lease), _LOADS).values(num_lines=num_lines).returning(Campaign.id)
+
+
+def cut_off() -> ReturningUpdate[str]:
+    """Read no more of campaigns whose completion window is over: what was loaded expires, and `errors` says from which
+    line on nothing was. Those that others have locked are passed over."""
+    over = (
+        select(Campaign.id)
+        .where(_IS_UNREAD, ~Campaign.dry_run, Campaign.expires_at <= func.now())
+        .order_by(Campaign.id)
+        .limit(20)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("over")
+        .prefix_with("MATERIALIZED", dialect="postgresql")
+    )
+    message = func.concat(
+        "The completion window was over when ", Campaign.loaded_lines, " lines were read: the others are not loaded."
+    )
+    entry = func.jsonb_build_object(
+        "code", _EXPIRED, "message", message, "param", null(), "line", Campaign.loaded_lines + 1
+    )
+    return (
+        update(Campaign)
+        .where(Campaign.id == over.c.id)
+        .values(
+            state="in_progress",
+            in_progress_at=func.coalesce(Campaign.in_progress_at, func.now()),
+            loaded_at=func.now(),
+            errors=func.jsonb_build_object("object", "list", "data", func.jsonb_build_array(entry)),
+            lease_owner=None,
+            lease_until=None,
+        )
+        .returning(Campaign.id)
+    )
+
+
+def was_cut_off(campaign: Campaign) -> bool:
+    """Whether its completion window was over before all of its file was read."""
+    return any(error["code"] == _EXPIRED for error in (campaign.errors or {}).get("data", ()))
+
+
+def note_failure(lease: Lease) -> ReturningUpdate[int, int]:
+    """Count that the lines behind `loaded_lines` could not be loaded: how often in a row, and where that is. No row:
+    the lease is lost."""
+    return (
+        update(Campaign)
+        .where(is_held(lease), _LOADS)
+        .values(load_failures=Campaign.load_failures + 1)
+        .returning(Campaign.load_failures, Campaign.loaded_lines)
     )
 
 
@@ -265,6 +330,7 @@ def advance(lease: Lease, *, begin: Position, end: Position, has_items: bool, is
     values: dict[str, Any] = {
         "loaded_bytes": end.num_bytes,
         "loaded_lines": end.num_lines,
+        "load_failures": 0,
         "lease_until": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS),
     }
     if has_items:

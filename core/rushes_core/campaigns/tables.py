@@ -33,7 +33,8 @@ class Campaign(Base):
     name: Mapped[str | None]
     state: Mapped[str] = mapped_column(String(16), server_default=text("'validating'"))
     hold_reason: Mapped[str | None] = mapped_column(String(16))
-    """Why none of its jobs is opened now: `paused`, `window`, `not_before`, `budget`, `approval`; null: they are."""
+    """Why none of its jobs is opened now: `paused`, `window`, `not_before`, `budget`, `approval`; null: they
+    are."""
     model: Mapped[str]
     input_file_id: Mapped[str]
     input_format: Mapped[str | None] = mapped_column(String(8))
@@ -87,12 +88,16 @@ class Campaign(Base):
     """Why it failed as a whole: `data`, a list of `code`, `message`, `param` and `line`."""
     report: Mapped[dict[str, Any] | None]
     """What reading its file found: numbers of lines, frames and GPU seconds, and the first bad lines."""
+    num_lines: Mapped[int | None]
+    """Physical lines of its file; null: nobody has counted them yet."""
     loaded_bytes: Mapped[int] = mapped_column(server_default=text("0"))
     """Of its file, not compressed, up to the line where the next chunk begins."""
     loaded_lines: Mapped[int] = mapped_column(server_default=text("0"))
     """Physical lines up to there."""
     loaded_at: Mapped[datetime | None]
-    """When its last line was loaded."""
+    """When its last line was loaded, or it was clear that the others will not be."""
+    load_failures: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    """How often in a row the next lines could not be loaded, by a fault of this service."""
     lease_owner: Mapped[str | None]
     lease_until: Mapped[datetime | None]
     fence: Mapped[int] = mapped_column(server_default=text("0"))

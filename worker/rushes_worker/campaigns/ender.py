@@ -5,7 +5,7 @@ deleted ones, and writes the files of those that are done. Any number may run.
 from collections.abc import Callable
 
 from rushes_core.campaigns import closing, events, statements
-from rushes_core.campaigns.loading import PATIENCE, Lease, release
+from rushes_core.campaigns.loading import PATIENCE, Lease, release, was_cut_off
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
 from rushes_core.served_model import ServedModel
@@ -103,7 +103,7 @@ class Ender:
         try:
             # nobody can read the files of a deleted one
             is_whole = campaign.deleted_at is not None or manifest.write(renew=self._renewal(lease))
-            state = self._end(lease, manifest) if is_whole else None
+            state = self._end(lease, manifest, is_cut_off=was_cut_off(campaign)) if is_whole else None
         except StorageError as error:
             log.warning("campaign_store_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
             manifest.discard()
@@ -121,10 +121,11 @@ class Ender:
             log.info("campaign_ended", campaign_id=campaign.id, state=state)
         return True
 
-    def _end(self, lease: Lease, manifest: Manifest) -> str | None:
+    def _end(self, lease: Lease, manifest: Manifest, *, is_cut_off: bool) -> str | None:
         """The state in which it ended; None: it goes on, or somebody else ends it."""
         with Session(self._engine) as session, session.begin():
-            statement = closing.end(lease, has_expired=manifest.has_expired, files=manifest.columns)
+            has_expired = manifest.has_expired or is_cut_off
+            statement = closing.end(lease, has_expired=has_expired, files=manifest.columns)
             state = session.execute(statement).scalar_one_or_none()
             if state is not None:
                 manifest.publish(session)

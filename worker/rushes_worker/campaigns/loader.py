@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 from rushes_core import files
 from rushes_core.campaigns import closing, events, loading
 from rushes_core.campaigns.items import Terms
 from rushes_core.campaigns.lines import BEGINNING, FileUnreadable, Position, Reader, format_of, no_requests, survey
-from rushes_core.campaigns.loading import Lease
+from rushes_core.campaigns.loading import MAX_FAILURES, Lease
 from rushes_core.campaigns.tables import Campaign
-from rushes_core.errors import ObjectMissing, StorageError
+from rushes_core.errors import ObjectMissing, RushesError, StorageError
 from rushes_core.ids import video_ids
 from rushes_core.log import get_logger
 from rushes_core.models import File
@@ -19,6 +20,8 @@ from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 from sqlalchemy import Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rushes_worker.campaigns.chunks import Chunk, chunks
@@ -32,7 +35,9 @@ RENEW_SECONDS = loading.LEASE_SECONDS / 4
 SLICE_SECONDS = 10.0
 """How long one campaign is loaded while another one waits for it."""
 STORE_RETRY_SECONDS = 5.0
-"""How long a campaign is left alone whose file the store did not give."""
+"""How long a campaign is left alone whose file the store did not give; after a fault of this service that long, and
+`_LONGER` times as long after each further one."""
+_LONGER = 4
 
 
 class LeaseLost(Exception):
@@ -59,6 +64,9 @@ class Loader:
 
     def turn(self) -> bool:
         """Load one campaign, or a part of it. False: there was none."""
+        with self._engine.begin() as connection:
+            for over in connection.execute(loading.cut_off()).scalars():
+                log.info("campaign_cut_off", campaign_id=over)
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             campaign = session.execute(loading.claim(owner=self._owner, model=self._model.name)).scalar_one_or_none()
         if campaign is None:
@@ -76,8 +84,15 @@ class Loader:
         except StorageError as error:
             log.warning("campaign_file_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
             self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+        except Exception as error:
+            if _is_outage(error):
+                self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+                raise
+            # the other campaigns do not wait for this one
+            log.exception("campaign_load_failed", campaign_id=campaign.id)
+            self._note_failure(lease)
         except BaseException:
-            self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+            self._release(lease)
             raise
         else:
             self._release(lease)
@@ -111,7 +126,7 @@ class Loader:
             if campaign.state == "validating":
                 found = survey(content, max_lines=self._settings.campaign_max_lines)
                 if not campaign.dry_run:
-                    self._check_room(campaign, found.num_lines)
+                    self._take_room(campaign, lease, found.num_lines)
             kind = campaign.input_format or format_of(content.head(), file.filename)
 
             def reader(start: Position) -> Reader:
@@ -142,16 +157,20 @@ class Loader:
             priorities = None if key is None else session.execute(loading.priorities_of(key)).scalar_one_or_none()
             return found, priorities, session.execute(loading.last_id(campaign.id)).scalar_one_or_none()
 
-    def _check_room(self, campaign: Campaign, num_lines: int) -> None:
-        with self._engine.connect() as connection:
-            num_queued = int(connection.execute(loading.num_queued(campaign.project)).scalar_one())
+    def _take_room(self, campaign: Campaign, lease: Lease, num_lines: int) -> None:
         limit = self._settings.campaign_max_queued
-        if num_queued + num_lines > limit:
-            raise FileUnreadable(
-                f"the campaigns of a project may have {limit} jobs waiting together; {num_queued} wait, and the file "
-                f"has {num_lines} lines",
-                code="queue_full",
-            )
+        with self._engine.begin() as connection:
+            # another campaign of the project may be at the same place
+            connection.execute(files.lock_project(campaign.project))
+            num_queued = int(connection.execute(loading.num_queued(campaign.project, but=campaign.id)).scalar_one())
+            if num_queued + num_lines > limit:
+                raise FileUnreadable(
+                    f"the campaigns of a project may have {limit} jobs waiting together; {num_queued} wait or are "
+                    f"being loaded, and the file has {num_lines} lines",
+                    code="queue_full",
+                )
+            if connection.execute(loading.note_lines(lease, num_lines)).one_or_none() is None:
+                raise LeaseLost
 
     def _write_all(self, campaign: Campaign, lease: Lease, read: Iterator[Chunk]) -> bool:
         """While one chunk is written the next is read."""
@@ -225,6 +244,22 @@ class Loader:
                 return
         log.info("campaign_failed", campaign_id=lease.campaign_id, code=errors[0]["code"])
 
+    def _note_failure(self, lease: Lease) -> None:
+        """Leave the campaign alone for a while, or give it up."""
+        with self._engine.begin() as connection:
+            failed = connection.execute(loading.note_failure(lease)).one_or_none()
+        if failed is None:
+            self._release(lease)
+        elif failed.load_failures < MAX_FAILURES:
+            self._release(lease, after_seconds=STORE_RETRY_SECONDS * _LONGER ** (failed.load_failures - 1))
+        else:
+            message = (
+                f"The lines after line {failed.loaded_lines} could not be loaded in {failed.load_failures} attempts, "
+                "by a fault of this service: its log has more."
+            )
+            error = {"code": RushesError.code, "message": message, "param": None, "line": failed.loaded_lines + 1}
+            self._fail(lease, [error])
+
     def _renew(self, lease: Lease) -> None:
         with self._engine.begin() as connection:
             if connection.execute(loading.renew(lease)).one_or_none() is None:
@@ -233,3 +268,16 @@ class Loader:
     def _release(self, lease: Lease, *, after_seconds: float = 0) -> None:
         with self._engine.begin() as connection:
             connection.execute(loading.release(lease, after_seconds=after_seconds))
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the database or the system did not do what was asked for, which it may do later."""
+    if isinstance(error, DBAPIError):
+        if error.connection_invalidated:
+            return True
+        cause: BaseException | None = error.orig
+    else:
+        cause = error
+    if isinstance(cause, psycopg.errors.ProgramLimitExceeded):
+        return False
+    return isinstance(cause, (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError))
