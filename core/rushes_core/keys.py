@@ -14,11 +14,11 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
-from sqlalchemy import Date, Integer, Select, Update, and_, func, literal_column, or_, select, union_all, update
+from sqlalchemy import Date, Integer, Select, Update, and_, exists, func, literal_column, or_, select, union_all, update
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.elements import ColumnElement, SQLColumnExpression
 
 from rushes_core.fields import PRIORITIES, Moment, shown, some_of, some_of_schema
 from rushes_core.holds import CONCURRENCY
@@ -373,6 +373,16 @@ def num_queued(key_id: str, *, at_most: int) -> Select[int]:
     )
     waiting = union_all(select(open_.c.one), select(held.c.one)).limit(at_most).subquery("waiting")
     return select(func.count()).select_from(waiting)
+
+
+def has_used_its_day(key_id: SQLColumnExpression[str | None]) -> ColumnElement[bool]:
+    """Whether the attempts of the key's jobs took its `daily_gpu_seconds` today (UTC)."""
+    return exists().where(
+        ApiKey.id == key_id,
+        ApiKeyUsage.api_key == ApiKey.id,
+        ApiKeyUsage.day == _today(),
+        ApiKeyUsage.gpu_seconds >= ApiKey.daily_gpu_seconds,
+    )
 
 
 def gpu_seconds_today(key_id: str) -> Select[float]:

@@ -23,8 +23,10 @@ PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
 
 
-QueueReason = Literal["not_before", "paused", "concurrency", "drained", "retrying", "window", "budget", "approval"]
-"""The last three, and `paused` and `not_before` too, may be said of the job's campaign."""
+QueueReason = Literal[
+    "not_before", "paused", "concurrency", "drained", "retrying", "window", "budget", "quota", "approval"
+]
+"""The last four, and `paused` and `not_before` too, may be said of the job's campaign."""
 
 
 class VideoError(BaseModel):

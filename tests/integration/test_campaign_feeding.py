@@ -2,17 +2,20 @@
 
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from rushes_core import jobs
 from rushes_core.campaigns import feeder, feeding
 from rushes_core.campaigns.opening import FIRST_ITEMS, MAX_OPEN, MIN_OPEN
+from rushes_core.campaigns.windows import DAYS
 from rushes_core.database import create_sync_engine
 from rushes_core.models import ApiKey, Job
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from sqlalchemy import Engine, func, select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from support.campaign_rows import LARGE, SMALL, CampaignRows
 from support.job_rows import ERROR
@@ -326,6 +329,94 @@ class TestTrouble:
             assert len(rows.open_lines(other)) == MIN_OPEN
         rows.feed()
         assert len(rows.open_lines(held)) == MIN_OPEN
+
+    def test_a_job_that_somebody_holds_holds_up_no_other_campaign(self, rows: CampaignRows) -> None:
+        held, other = rows.campaign(max_parallel=3), rows.campaign(project="other")
+        rows.feed()
+        job = rows.claimed_of("default")
+        assert job.campaign_id == held
+        assert rows.start(job) is not None
+        today = datetime.now(UTC).weekday()
+        days = [DAYS[today], DAYS[(today + 1) % 7]]
+        change_and_close(rows, held, max_parallel=3)
+        rows.change(
+            held, window={"timezone": "UTC", "start": "00:00", "end": "24:00", "days": days, "on_close": "stop"}
+        )
+        with rows.engine.begin() as connection:
+            connection.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job.id})
+            rows.feed()
+            assert len(rows.open_lines(other)) == MIN_OPEN
+            assert rows.open_lines(held) == []
+        rows.another_feeder().feed()
+        assert len(rows.open_lines(held)) == 2
+
+    def test_a_fault_that_one_campaign_meets_holds_up_no_other(
+        self, rows: CampaignRows, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        broken, other = rows.campaign(), rows.campaign(project="other")
+        tend = feeding._Tending.tend
+
+        def meet(tending: feeding._Tending, session: Session, campaign_id: str) -> int | None:
+            if campaign_id == broken:
+                raise KeyError(campaign_id)
+            return tend(tending, session, campaign_id)
+
+        monkeypatch.setattr(feeding._Tending, "tend", meet)
+        rows.feed()
+        assert (rows.open_lines(broken), len(rows.open_lines(other))) == ([], MIN_OPEN)
+
+    def test_an_outage_is_told(self, rows: CampaignRows, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows.campaign()
+
+        def lose(tending: feeding._Tending, session: Session, campaign_id: str) -> None:
+            session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+        monkeypatch.setattr(feeding._Tending, "tend", lose)
+        with pytest.raises(DBAPIError):
+            rows.feed()
+
+
+class TestDay:
+    """A key has used its GPU seconds of the day."""
+
+    def limited(self, rows: CampaignRows) -> str:
+        with Session(rows.engine) as session, session.begin():
+            session.execute(text("INSERT INTO projects (name) VALUES ('default') ON CONFLICT DO NOTHING"))
+            names = {"id": "key_day", "project": "default", "name": "day", "hint": "abcd", "digest": b"day"}
+            session.add(ApiKey(**names, scopes=[], priorities=[], daily_gpu_seconds=100))
+        return "key_day"
+
+    def test_nothing_of_its_campaigns_starts_until_the_next_day(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign(10, api_key=self.limited(rows))
+        other = rows.campaign(10, project="other")
+        rows.feed()
+        assert len(rows.open_lines(campaign)) == MIN_OPEN
+        running = rows.take(101, rows.claim_and_start())
+        rows.feed()
+        if running.campaign_id != campaign:
+            running = rows.take(101, rows.claim_and_start())
+        assert running.campaign_id == campaign
+        rows.complete(running)
+        rows.feed()
+        assert (rows.open_lines(campaign), rows.of(campaign).hold_reason) == ([], "quota")
+        assert rows.open_lines(other) != []
+        assert rows.events() == []
+        with rows.engine.begin() as connection:
+            connection.execute(text("UPDATE api_key_usage SET day = day - 1"))
+        rows.feed()
+        assert (len(rows.open_lines(campaign)), rows.of(campaign).hold_reason) == (MIN_OPEN, None)
+
+    def test_a_larger_limit_goes_on_at_once(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign(10, api_key=self.limited(rows))
+        with rows.engine.begin() as connection:
+            today = "(now() AT TIME ZONE 'UTC')::date"
+            connection.execute(text(f"INSERT INTO api_key_usage VALUES ('key_day', {today}, 100, 1)"))
+        rows.feed()
+        assert (rows.open_lines(campaign), rows.of(campaign).hold_reason) == ([], "quota")
+        with rows.engine.begin() as connection:
+            connection.execute(text("UPDATE api_keys SET daily_gpu_seconds = 101"))
+        rows.feed()
+        assert len(rows.open_lines(campaign)) == MIN_OPEN
 
 
 class TestMaxParallel:

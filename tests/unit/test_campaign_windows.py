@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rushes_core.campaigns.windows import DAYS, Window
+from rushes_core.campaigns.windows import DAYS, Window, opening_of
 from rushes_core.errors import InvalidRequest
 
 NIGHT = {"timezone": "Europe/Berlin", "start": "22:00", "end": "06:00"}
@@ -55,6 +55,31 @@ class TestHours:
         always = window(start="00:00", end="24:00")
         opening = always.at(utc("2026-12-05T12:00"))
         assert (opening.is_open, opening.until) == (True, None)
+
+
+class TestAskedAgain:
+    @pytest.mark.parametrize("second", [0, 1, 59])
+    @pytest.mark.parametrize("minute", ["20:59", "21:00", "04:59", "05:00"])
+    def test_it_is_the_same(self, minute: str, second: int) -> None:
+        stored = window().as_dict()
+        now = utc(f"2026-12-01T{minute}").replace(second=second, microsecond=999_999)
+        assert opening_of(stored, now) == Window.parse(stored).at(now)
+
+    def test_a_change_within_a_minute_is_not_missed(self) -> None:
+        # clocks in Amsterdam were 19 minutes and 32 seconds ahead
+        stored = window(timezone="Europe/Amsterdam", start="22:00", end="06:00").as_dict()
+        for seconds in range(0, 60, 7):
+            now = utc("1930-12-01T21:40").replace(second=seconds)
+            assert opening_of(stored, now) == Window.parse(stored).at(now)
+
+    def test_it_is_worked_out_once_a_minute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stored = window(start="01:23").as_dict()
+        asked: list[datetime] = []
+        at = Window.at
+        monkeypatch.setattr(Window, "at", lambda self, now: (asked.append(now), at(self, now))[1])
+        for second in range(60):
+            opening_of(stored, utc("2026-12-01T12:00").replace(second=second))
+        assert asked == [utc("2026-12-01T12:00")]
 
 
 class TestChangesOfTheClock:

@@ -15,6 +15,7 @@ WAITING_WORDS = {
     "window": "outside its window",
     "not_before": "not yet its time",
     "budget": "budget used up",
+    "quota": "GPU time of its key's day used up",
     "approval": "waits for approval",
 }
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from sqlalchemy import Double, Engine, Select, column, func, literal_column, select, text, true
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from rushes_core import holds, replicas
+from rushes_core import holds, keys, replicas
 from rushes_core.campaigns import closing, events, opening
 from rushes_core.campaigns.feeder import close_open, live
 from rushes_core.campaigns.opening import Budget, Line, Opened, Standing
@@ -23,11 +24,14 @@ from rushes_core.models import MeasuredTime, Replica
 log = get_logger(__name__)
 
 _LOOK_AGAIN_SECONDS = 1.0
-"""How long a campaign of which nothing could be opened is let be while nothing about it changes."""
+"""How long a campaign of which nothing could be opened is let be while nothing about it changes, and one that could not
+be tended at all."""
 _EARLIER = timedelta(milliseconds=1)
 _STEP = timedelta(microseconds=1)
 
 
+# what somebody holds for longer is looked at again later: the other campaigns are not to wait for it
+_SHORT_WAIT = text("SET LOCAL lock_timeout = '200ms'")
 _SET_STOP = text(f"""
 UPDATE jobs SET stop_at = :stop_at WHERE {live("claimed", "running")} AND stop_at IS DISTINCT FROM :stop_at
 """)
@@ -108,7 +112,12 @@ FROM jobs WHERE {live("queued", "claimed", "running", campaign="campaigns.id")}
 def standings() -> Select[*tuple[Any, ...]]:
     """Every campaign of which jobs may be open, with what `Standing` is made of; `now` is the same in all rows."""
     return (
-        select(Campaign, *(literal_column(name, Double) for name in _NUMBERS), func.now().label("now"))
+        select(
+            Campaign,
+            *(literal_column(name, Double) for name in _NUMBERS),
+            keys.has_used_its_day(Campaign.api_key).label("has_used_its_day"),
+            func.now().label("now"),
+        )
         .join_from(Campaign, _COUNTS, true())
         .join(_LIVE, true())
         .where(text("campaigns.state IN ('in_progress', 'cancelling')"))
@@ -119,7 +128,7 @@ def standings() -> Select[*tuple[Any, ...]]:
 
 def _standing(row: Any) -> Standing:
     numbers = {name: int(getattr(row, name)) for name in _NUMBERS if name != "gpu_seconds"}
-    return Standing(row.Campaign, **numbers, gpu_seconds=float(row.gpu_seconds))
+    return Standing(row.Campaign, **numbers, gpu_seconds=float(row.gpu_seconds), has_used_its_day=row.has_used_its_day)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,8 @@ class Feeder:
         self._was_open: dict[str, int] = {}
         self._claimed: dict[tuple[str, str, int], float] = {}
         self._in_vain: dict[str, tuple[float, object]] = {}
+        self._failing: dict[str, float] = {}
+        """When a campaign could last not be tended."""
 
     def feed(self) -> None:
         """Open and close what is due of every campaign, each in a transaction of its own."""
@@ -156,35 +167,43 @@ class Feeder:
             self._was_open.clear()
             self._claimed.clear()
             self._in_vain.clear()
+            self._failing.clear()
             return
         now: datetime = rows[0].now
         active = [_standing(row) for row in rows]
         served: dict[str, _Served] = {}
-        failure: DBAPIError | None = None
         for place, (standing, target) in enumerate(self._targets(active, now, served)):
             num_open: int | None = standing.num_open
-            if self._is_due(standing, target, now):
-                model = standing.campaign.model
-                tending = _Tending(
-                    served.get(model) or self._serve(model),
-                    target,
-                    opened_at=now + place * _STEP,
-                    num_campaigns=len(rows),
-                    patience=self._patience,
-                )
-                try:
+            try:
+                if self._is_due(standing, target, now):
+                    model = standing.campaign.model
+                    tending = _Tending(
+                        served.get(model) or self._serve(model),
+                        target,
+                        opened_at=now + place * _STEP,
+                        num_campaigns=len(rows),
+                        patience=self._patience,
+                    )
                     with Session(self._engine, expire_on_commit=False) as session, session.begin():
                         num_open = tending.tend(session, standing.campaign.id)
-                except DBAPIError as error:
-                    # what goes wrong with one campaign must not hold up the others
-                    if error.connection_invalidated:
-                        raise
-                    failure = error
-                if target and num_open == 0:
-                    self._in_vain[standing.campaign.id] = (time.monotonic(), standing.limits)
+                    self._failing.pop(standing.campaign.id, None)
+                    if target and num_open == 0:
+                        self._in_vain[standing.campaign.id] = (time.monotonic(), standing.limits)
+            except Exception as error:
+                self._note_failure(standing.campaign.id, error)
             self._was_open[standing.campaign.id] = standing.num_open if num_open is None else num_open
-        if failure is not None:
-            raise failure
+
+    def _note_failure(self, campaign_id: str, error: Exception) -> None:
+        """What goes wrong with one campaign must not hold up the others; an outage is of all of them, and raised."""
+        is_answer = isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) is not None
+        if isinstance(error, DBAPIError) and (error.connection_invalidated or not is_answer):
+            raise error
+        if isinstance(error, (PoolTimeout, OSError)):
+            raise error
+        # once for what may go wrong in hours of passes
+        if campaign_id not in self._failing:
+            log.warning("campaign_not_tended", campaign_id=campaign_id, error=str(error), exc_info=not is_answer)
+        self._failing[campaign_id] = time.monotonic()
 
     def _targets(
         self, active: Sequence[Standing], now: datetime, served: dict[str, _Served]
@@ -194,7 +213,12 @@ class Feeder:
         found: list[tuple[Standing, int]] = []
         for standing in active:
             campaign = standing.campaign
-            if standing.is_over(now) or standing.reason_to_wait(now) is not None or not standing.queued:
+            try:
+                opens = standing.queued and not standing.is_over(now) and standing.reason_to_wait(now) is None
+            except Exception as error:
+                self._note_failure(campaign.id, error)
+                opens = False
+            if not opens:
                 found.append((standing, 0))
             else:
                 lanes[campaign.model, campaign.project, campaign.priority].append(standing)
@@ -210,6 +234,7 @@ class Feeder:
         known = {standing.campaign.id for standing in active}
         self._was_open = {campaign: count for campaign, count in self._was_open.items() if campaign in known}
         self._in_vain = {campaign: when for campaign, when in self._in_vain.items() if campaign in known}
+        self._failing = {campaign: when for campaign, when in self._failing.items() if campaign in known}
         return sorted(found, key=lambda one: one[0].num_first, reverse=True)
 
     def _serve(self, model: str) -> _Served:
@@ -223,6 +248,8 @@ class Feeder:
 
     def _is_due(self, standing: Standing, target: int, now: datetime) -> bool:
         campaign = standing.campaign
+        if time.monotonic() - self._failing.get(campaign.id, -_LOOK_AGAIN_SECONDS) < _LOOK_AGAIN_SECONDS:
+            return False
         # also what was claimed in the moment in which somebody closed the others
         may_start = standing.num_open + standing.num_ahead > 0
         if standing.is_over(now):
@@ -266,6 +293,7 @@ class _Tending:
 
     def tend(self, session: Session, campaign_id: str) -> int | None:
         """Do what is due; how many of its jobs are open then. None: somebody else is at it, or it has ended."""
+        session.execute(_SHORT_WAIT)
         if not session.execute(_TRY_LOCK, {"campaign": campaign_id}).scalar_one():
             return None
         row = session.execute(standings().where(Campaign.id == campaign_id)).one_or_none()

@@ -122,7 +122,7 @@ def of_campaign(
         max_parallel=campaign.max_parallel,
         not_before=campaign.not_before,
         window=None if campaign.window is None else Window.parse(campaign.window),
-        is_held=campaign.paused_at is not None or campaign.hold_reason in ("paused", "approval", "budget"),
+        is_held=campaign.paused_at is not None or campaign.hold_reason in ("paused", "approval", "budget", "quota"),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rushes_core.campaigns.tables import Campaign
-from rushes_core.campaigns.windows import STOP, Opening, Window
+from rushes_core.campaigns.windows import STOP, Opening, opening_of
 from rushes_core.errors import InvalidRequest
 from rushes_core.measured import RunTimes, Shape
 
@@ -31,6 +31,8 @@ class Standing:
     failed: int
     remaining_cost: int
     gpu_seconds: float
+    has_used_its_day: bool
+    """Its key may have no more GPU time today."""
     num_open: int
     """That may be claimed."""
     num_leased: int
@@ -97,13 +99,15 @@ class Standing:
             return "approval"
         if campaign.not_before is not None and campaign.not_before > now:
             return "not_before"
-        return None if self.opening(now).is_open else "window"
+        if not self.opening(now).is_open:
+            return "window"
+        return "quota" if self.has_used_its_day else None
 
     def opening(self, now: datetime) -> Opening:
         """Of its window; one without a window is always open."""
         window = self.campaign.window
         try:
-            return Opening(True, None) if window is None else Window.parse(window).at(now)
+            return Opening(True, None) if window is None else opening_of(window, now)
         except InvalidRequest:
             # a time zone that this machine does not know: nobody can say when it is open
             return Opening(False, None)

@@ -33,7 +33,7 @@ class Campaign(Base):
     name: Mapped[str | None]
     state: Mapped[str] = mapped_column(String(16), server_default=text("'validating'"))
     hold_reason: Mapped[str | None] = mapped_column(String(16))
-    """Why none of its jobs is opened now: `paused`, `window`, `not_before`, `budget`, `approval`; null: they
+    """Why none of its jobs is opened now: `paused`, `window`, `not_before`, `budget`, `quota`, `approval`; null: they
     are."""
     model: Mapped[str]
     input_file_id: Mapped[str]
@@ -140,8 +140,8 @@ class Campaign(Base):
 
 
 class CampaignCount(Base):
-    """The jobs of a campaign by state, changed by the triggers that move them: the sum of `NUM_SHARDS` rows, which it has
-    from its beginning."""
+    """The jobs of a campaign by state, changed by the triggers that move them: the sum of `NUM_SHARDS` rows, which it
+    has from its beginning."""
 
     __tablename__ = "campaign_counts"
 

@@ -20,7 +20,7 @@ from rushes_core.video import PRIORITY_NAMES, Status, removed_at
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-HoldReason = Literal["paused", "window", "not_before", "budget", "approval"]
+HoldReason = Literal["paused", "window", "not_before", "budget", "quota", "approval"]
 ITEM_PREFIX = "item_"
 """What the id of an item begins with; its line follows."""
 MAX_ITEM_DIGITS = 12

@@ -6,11 +6,12 @@ other hours nor opened twice: `02:30` in a night that has none is the moment of 
 it is the first. A window across midnight belongs to the day on which it starts.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -159,6 +160,23 @@ class Window:
             else:
                 before = middle
         return (before + timedelta(seconds=1)).replace(microsecond=0)
+
+
+def opening_of(stored: Mapping[str, Any], now: datetime) -> Opening:
+    """`Window.parse(stored).at(now)`, for whoever asks it of the same windows several times a second.
+
+    Raises:
+        InvalidRequest
+    """
+    minute = now.astimezone(UTC).replace(second=0, microsecond=0)
+    found = _opening_of(json.dumps(stored, sort_keys=True), minute)
+    # no window changes within a minute, but for changes of clocks that are long gone
+    return found if found.until is None or now < found.until else Window.parse(stored).at(now)
+
+
+@lru_cache(maxsize=4_096)
+def _opening_of(stored: str, minute: datetime) -> Opening:
+    return Window.parse(json.loads(stored)).at(minute)
 
 
 @cache
