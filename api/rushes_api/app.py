@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from rushes_api import errors
 from rushes_api.auth import ApiKeys
 from rushes_api.boundary import Boundary
+from rushes_api.campaign_archive import MAX_ARCHIVES
 from rushes_api.deps import State
 from rushes_api.eta import forecasting
 from rushes_api.limits import RequestLimits
@@ -102,6 +103,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 store=store,
                 store_limiter=CapacityLimiter(STORE_THREADS),
                 uploads=CapacityLimiter(MAX_UPLOADS),
+                archives=CapacityLimiter(MAX_ARCHIVES),
                 readiness=Readiness(configured, model=model.name, sessions=sessions, store=store),
                 watcher=watcher,
                 metrics=figures,

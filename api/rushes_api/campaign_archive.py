@@ -10,7 +10,8 @@ import re
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any, cast
 
-from anyio import CapacityLimiter, from_thread, to_thread
+from anyio import CapacityLimiter, WouldBlock, from_thread, to_thread
+from fastapi.responses import StreamingResponse
 from rushes_core.campaigns.output import Item, Show, csv_head, csv_rows, guarded
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import ObjectMissing
@@ -19,15 +20,21 @@ from rushes_core.models import Job
 from rushes_core.storage import ObjectStore, bucket_of_result
 from rushes_core.stored import stored_variants
 from rushes_core.variants import VIDEO
+from starlette.types import Receive, Scope, Send
 from zipstream import ZIP_STORED, ZipStream
 
 from rushes_api.campaign_pages import PAGE, Chosen, Sessions, items
+from rushes_api.errors import Unavailable
 
 log = get_logger(__name__)
 
 MANIFEST = "manifest.csv"
 MISSING = "missing.csv"
 """Lists the clips that were to be here and are not."""
+MAX_CLIPS = 50_000
+"""Most clips of a campaign with an archive: what a ZIP file says of each at its end is kept until then."""
+MAX_ARCHIVES = 4
+"""Archives that one process sends at a time."""
 _MAX_NAME = 120
 # what may be part of a name everywhere, alone and in lower case only: some file systems take A and a for the same
 _PLAIN = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
@@ -46,6 +53,30 @@ def member_name(job: Job) -> str:
         return f"{wanted}{VIDEO.extension}"
     kept = _UNSAFE.sub("_", wanted)[:_MAX_NAME].strip("._-") or "line"
     return f"{kept}~{job.line}{VIDEO.extension}"
+
+
+class SeatedResponse(StreamingResponse):
+    """A stream that has one of the places for archives until it ends.
+
+    Raises:
+        Unavailable: there is none.
+    """
+
+    def __init__(self, seats: CapacityLimiter, content: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(content, **options)
+        self._seats = seats
+        try:
+            seats.acquire_on_behalf_of_nowait(self)
+        except WouldBlock as error:
+            raise Unavailable(
+                "Too many archives are being sent. Try again later.", code="overloaded"
+            ) from error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._seats.release_on_behalf_of(self)
 
 
 class Archive:

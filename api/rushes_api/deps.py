@@ -47,6 +47,7 @@ class State(TypedDict):
     store_limiter: CapacityLimiter
     """Threads that may wait for the store: a frozen one must not take those that other requests need."""
     uploads: CapacityLimiter
+    archives: CapacityLimiter
     """Files that may be on their way into the store at once: each has a part of it on the scratch disk."""
     readiness: Readiness
     watcher: Watcher

@@ -51,6 +51,7 @@ _CODES = {
     "file_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "batch_not_found": HTTPStatus.NOT_FOUND,
     "batch_deleted": HTTPStatus.GONE,
+    "archive_too_large": HTTPStatus.CONFLICT,
     "priority_not_allowed": HTTPStatus.FORBIDDEN,
     "queue_full": HTTPStatus.TOO_MANY_REQUESTS,
     "quota_exceeded": HTTPStatus.TOO_MANY_REQUESTS,

@@ -802,6 +802,15 @@ class TestFetching:
         with zipfile.ZipFile(io.BytesIO(client.get(f"/v1/campaigns/{campaign_id}/archive").content)) as archive:
             assert archive.namelist() == ["manifest.csv"]
 
+    def test_more_clips_than_an_archive_may_have_are_refused(
+        self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        campaign_id = campaigns.loaded(LINES)
+        campaigns.run(campaign_id, 1)
+        monkeypatch.setattr("rushes_api.routers.campaigns.MAX_CLIPS", 0)
+        error = refused(client.get(f"/v1/campaigns/{campaign_id}/archive"), 409, "archive_too_large")
+        assert f"may have 0 clips, and {campaign_id} has 1" in error["message"]
+
     @pytest.mark.parametrize("path", ["archive", "manifest", "manifest?format=csv&part=errors"])
     def test_a_head_makes_nothing(
         self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch, path: str

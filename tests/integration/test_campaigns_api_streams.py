@@ -6,8 +6,8 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -187,16 +187,18 @@ def test_a_store_that_fails_in_the_middle_cuts_the_archive_short(
                 response.read()
 
 
-def test_a_reader_who_takes_long_holds_nobody_up(api: ApiProcess, campaigns: Campaigns, tmp_path: Path) -> None:
+def test_readers_who_take_long_hold_nobody_up(api: ApiProcess, campaigns: Campaigns, tmp_path: Path) -> None:
     """Between two pages no connection to the database is held, and of the threads for the store none while it waits."""
     night = Night(campaigns, 300, tmp_path)
-    streams: list[Any] = []
     with httpx.Client(headers=AUTHORIZED, timeout=60, limits=httpx.Limits(max_connections=80)) as client:
-        for _ in range(40):
-            streams.append(client.stream("GET", night.url(api, "archive")))
-            streams[-1].__enter__()
-        # one that is held up is refused after a while
-        assert client.get(f"{api.url}/v1/campaigns/{night.id}").json()["status"] == "completed"
-        assert client.get(night.url(api, "items?limit=1")).status_code == 200
-        for stream in streams:
-            stream.__exit__(None, None, None)
+        with ExitStack() as streams:
+            archives = [streams.enter_context(client.stream("GET", night.url(api, "archive"))) for _ in range(8)]
+            assert [one.status_code for one in archives] == 4 * [200] + 4 * [503]
+            assert archives[-1].headers["retry-after"]
+            for _ in range(40):
+                streams.enter_context(client.stream("GET", night.url(api, "manifest")))
+            # one that is held up is refused after a while
+            assert client.get(f"{api.url}/v1/campaigns/{night.id}").json()["status"] == "completed"
+            assert client.get(night.url(api, "items?limit=1")).status_code == 200
+        # who hung up has left a place
+        wait_until(lambda: client.get(night.url(api, "archive")).status_code == 200)

@@ -22,13 +22,13 @@ from rushes_api.admin import json_body
 from rushes_api.admission import KEY_HEADER
 from rushes_api.answer import answer
 from rushes_api.body import JSON, MULTIPART
-from rushes_api.campaign_archive import Archive
+from rushes_api.campaign_archive import MAX_CLIPS, Archive, SeatedResponse
 from rushes_api.campaign_options import OPTION_PARAMETERS
 from rushes_api.campaign_pages import Chosen, items, manifest
 from rushes_api.campaign_view import NO_MEMBERS, BatchId, CurrentCampaign, SentMembers, batch_in, find_campaign
 from rushes_api.campaigns import FORMATS, INLINE, submit
 from rushes_api.deps import AppState, FileCaller, NoQuery, Session, State, query
-from rushes_api.errors import responses
+from rushes_api.errors import ApiError, responses
 from rushes_api.once import SentKey
 from rushes_api.page import Page, one_of, wanted_page
 from rushes_api.routers.batches import BATCH_RESPONSES, LIST_PARAMETERS, SUBMIT_RESPONSES, BatchList, listed
@@ -305,7 +305,7 @@ _ARCHIVE: dict[int | str, dict[str, Any]] = {
         "some could not be had",
     },
     **BATCH_RESPONSES,
-    **responses("storage_unavailable"),
+    **responses("archive_too_large", "overloaded", "storage_unavailable"),
 }
 
 
@@ -315,6 +315,16 @@ async def get_archive(
     campaign: CurrentCampaign, caller: FileCaller, _: NoQuery, request: Request, state: AppState
 ) -> Response:
     """Its clips in one file, while it runs and afterwards. It is made as it is sent: its size is not known before."""
+    async with state["sessions"].begin() as session:
+        row = (await session.execute(statements.counts([campaign.id]))).one_or_none()
+    num_clips = 0 if row is None else statements.counts_of(row).completed
+    if num_clips > MAX_CLIPS:
+        raise ApiError(
+            f"an archive may have {MAX_CLIPS} clips, and {campaign.id} has {num_clips}; fetch them one by one, as "
+            "`rushes campaign download` does",
+            code="archive_too_large",
+            status=HTTPStatus.CONFLICT,
+        )
     archive = Archive(
         campaign,
         sessions=state["sessions"],
@@ -327,7 +337,9 @@ async def get_archive(
         "Cache-Control": "private, no-cache",
         "X-Content-Type-Options": "nosniff",
     }
-    return _streamed(archive.stream(), request, headers=headers, media_type="application/zip")
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type="application/zip")
+    return SeatedResponse(state["archives"], archive.stream(), headers=headers, media_type="application/zip")
 
 
 def _streamed(
