@@ -295,6 +295,24 @@ class TestTables:
             3: {"prompt": f"x{mark}"} if mark == "," else "invalid_line",
         }
 
+    @pytest.mark.parametrize("piece", PIECES)
+    @pytest.mark.parametrize(
+        ("first", "mark"), [("sep=;", ";"), ('"sep=;"', ";"), ("SEP=,", ","), ("sep=\t", "\t"), ("sep=|", "|")]
+    )
+    def test_a_first_line_may_tell_the_delimiter(self, first: str, mark: str, piece: int) -> None:
+        data = f"\ufeff{first}\r\nprompt{mark}seed\r\na, b{mark}1\r\nc{mark}2\r\n".replace(
+            "a, b", "a b" if mark == "," else "a, b"
+        ).encode()
+        found = records(data, "csv", piece=piece)
+        assert [one.line for one in found] == [3, 4]
+        assert found[1].value == {"prompt": "c", "seed": 2}
+        assert records(data, "csv", piece=piece, start=found[0].end) == found[1:]
+        assert format_of(data, "shots.csv") == "csv"
+
+    def test_only_one_line_tells_the_delimiter(self) -> None:
+        with pytest.raises(FileUnreadable, match="sep="):
+            records(b"sep=;\nsep=,\nprompt\na\n", "csv")
+
     def test_columns_are_members_of_a_request(self) -> None:
         header = (
             "custom_id,prompt,seconds,seed,priority,metadata.client,metadata.a.b,target.short_edge,"
@@ -317,7 +335,8 @@ class TestTables:
         ("header", "code", "param"),
         [
             (b"prompt,promt", "unknown_parameter", "promt"),
-            (b"prompt,", "unknown_parameter", ""),
+            (b",", "unknown_parameter", ""),
+            (b"prompt,seed\rx,1\ry,2", "invalid_header", None),
             (b"prompt,metadata", "unknown_parameter", "metadata"),
             (b"prompt,target.size", "unknown_parameter", "target.size"),
             (b"prompt,seed,prompt", "duplicate_parameter", "prompt"),
@@ -333,6 +352,17 @@ class TestTables:
         with pytest.raises(FileUnreadable) as refusal:
             records(header + b"\nx,y\n", "csv")
         assert (refusal.value.code, refusal.value.param) == (code, param)
+
+    def test_columns_without_a_name_may_be_empty(self) -> None:
+        found = records(b"custom_id,prompt,,\na,p,,\nb,p,,note\n", "csv")
+        assert found[0].value == {"custom_id": "a", "prompt": "p"}
+        assert found[1].error == LineError("invalid_line", None, "column 4 has no name in the header")
+
+    def test_a_quote_that_is_never_closed_is_told_with_the_lines_that_it_took(self) -> None:
+        found = records(b'prompt,seed\na,1\n"b,2\nc,3\nd,4\n', "csv")
+        assert [one.line for one in found] == [2, 3]
+        assert found[1].error is not None
+        assert "lines 3 to 5: a quote in it is not closed" in found[1].error.message
 
     def test_rows_that_do_not_fit_are_told_by_their_first_line(self) -> None:
         data = b'prompt,seed\n"a\nb",1\nshort\nlong,1,2\n"q"x,1\nbad \xff,1\nquote "in" text,7\n'

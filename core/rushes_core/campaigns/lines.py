@@ -40,6 +40,8 @@ _OTHER_ENCODINGS = (
     (b"\xfe\xff", "UTF-16"),
 )
 _DELIMITERS = ",;\t"
+_SEPARATOR_LINE = re.compile(rb'"?sep=([,;|\t])"?\r?', re.IGNORECASE)
+"""A line before the header, by which Excel tells itself the delimiter."""
 _CSV_NAMES = (".csv", ".tsv")
 _JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 _INTEGER_TEXT = re.compile(r"-?[0-9]{1,20}", re.ASCII)
@@ -410,20 +412,24 @@ class _Table:
 
     @classmethod
     def of(cls, lines: Iterator[_Line]) -> "_Table":
-        """The table whose header is the first line that is not blank.
+        """The table whose header is the first line that is not blank and is no `_SEPARATOR_LINE`.
 
         Raises:
             FileUnreadable
         """
+        told: str | None = None
         for end, data in lines:
             if data is None:
                 raise FileUnreadable("the header is longer than any line that is read", code="invalid_header", line=1)
-            if data.strip():
-                return cls._of_header(data, end)
+            separator = _SEPARATOR_LINE.fullmatch(data) if told is None else None
+            if separator is not None:
+                told = separator[1].decode()
+            elif data.strip():
+                return cls._of_header(data, end, told)
         raise no_requests()
 
     @classmethod
-    def _of_header(cls, data: bytes, end: Position) -> "_Table":
+    def _of_header(cls, data: bytes, end: Position, delimiter: str | None) -> "_Table":
         line = end.num_lines
         try:
             text = data.decode()
@@ -433,12 +439,13 @@ class _Table:
                 code="unsupported_encoding",
                 line=line,
             ) from error
-        candidates = [(names, mark) for mark in _DELIMITERS if (names := _header(text, mark))]
+        candidates = [(names, mark) for mark in delimiter or _DELIMITERS if (names := _header(text, mark))]
         if not candidates:
             raise FileUnreadable("the header cannot be read: a quote is not closed", code="invalid_header", line=line)
         # one column has no delimiter, and a comma may stand in the name of one
         names, delimiter = max(candidates, key=lambda one: (sum(map(_is_column, one[0])), len(one[0])))
-        for name in names:
+        # spreadsheets write columns that once had something in them
+        for name in filter(None, names) if any(names) else names:
             if not _is_column(name):
                 known = [CUSTOM_ID, *filter(_is_column, VideoRequest.model_fields), f"{_METADATA}NAME"]
                 known += [f"{parent}.{child}" for parent, children in _NESTED.items() for child in children]
@@ -471,7 +478,10 @@ class _Table:
                     f"{lines.end.num_lines} is taken for the next one",
                 )
             except csv.Error as problem:
-                error = LineError(INVALID_LINE, None, f"the record is not valid CSV: {problem}")
+                message = f"the record is not valid CSV: {problem}"
+                if lines.end.num_lines > lines.first:
+                    message += f"; it took lines {lines.first} to {lines.end.num_lines}: a quote in it is not closed"
+                error = LineError(INVALID_LINE, None, message)
             if error is None and any(cells):
                 try:
                     yield Record(lines.first, lines.end, self._members(cells), None)
@@ -486,9 +496,11 @@ class _Table:
                 f"the record has {len(cells)} cells, the header {len(self.columns)}", code=INVALID_LINE
             )
         members: dict[str, Any] = {}
-        for name, cell in zip(self.columns, cells, strict=True):
+        for number, (name, cell) in enumerate(zip(self.columns, cells, strict=True), start=1):
             if cell == "":
                 continue
+            if not name:
+                raise InvalidRequest(f"column {number} has no name in the header", code=INVALID_LINE)
             if not cell.isascii() and not is_storable(cell):
                 raise InvalidRequest(f"{name} is not valid UTF-8", param=name, code=INVALID_LINE)
             parent, dot, child = name.partition(".")
