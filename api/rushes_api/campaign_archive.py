@@ -6,13 +6,13 @@ piece of a clip and the names of those that are in it."""
 
 import csv
 import io
-import re
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any, cast
 
 from anyio import CapacityLimiter, WouldBlock, from_thread, to_thread
 from fastapi.responses import StreamingResponse
-from rushes_core.campaigns.output import Item, Show, csv_head, csv_rows, guarded
+from rushes_core.campaigns.names import clip_name
+from rushes_core.campaigns.output import Item, Show, csv_head, csv_rows, guarded, line_of
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import ObjectMissing
 from rushes_core.log import get_logger
@@ -35,24 +35,6 @@ MAX_CLIPS = 50_000
 """Most clips of a campaign with an archive: what a ZIP file says of each at its end is kept until then."""
 MAX_ARCHIVES = 4
 """Archives that one process sends at a time."""
-_MAX_NAME = 120
-# what may be part of a name everywhere, alone and in lower case only: some file systems take A and a for the same
-_PLAIN = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
-_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.ASCII)
-"""Names that are no files on Windows."""
-_OWN = frozenset({"manifest", "missing"})
-
-
-def member_name(job: Job) -> str:
-    """Name of a job's clip: its `custom_id` where that is a name everywhere, and otherwise what is left of it with the
-    line, which makes it one of a kind: no plain name has a `~`."""
-    wanted = job.custom_id or ""
-    is_plain = _PLAIN.fullmatch(wanted) and len(wanted) <= _MAX_NAME and not wanted.endswith(".")
-    if is_plain and not _DEVICES.fullmatch(wanted) and wanted not in _OWN:
-        return f"{wanted}{VIDEO.extension}"
-    kept = _UNSAFE.sub("_", wanted)[:_MAX_NAME].strip("._-") or "line"
-    return f"{kept}~{job.line}{VIDEO.extension}"
 
 
 class SeatedResponse(StreamingResponse):
@@ -68,9 +50,7 @@ class SeatedResponse(StreamingResponse):
         try:
             seats.acquire_on_behalf_of_nowait(self)
         except WouldBlock as error:
-            raise Unavailable(
-                "Too many archives are being sent. Try again later.", code="overloaded"
-            ) from error
+            raise Unavailable("Too many archives are being sent. Try again later.", code="overloaded") from error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -113,7 +93,7 @@ class Archive:
         missing: list[tuple[Any, ...]] = []
         for item in self._items(Chosen.part("output")):
             job = cast("Job", item)
-            name = member_name(job)
+            name = clip_name(job.custom_id, line_of(job))
             try:
                 clip = self._open(job)
             except ObjectMissing:

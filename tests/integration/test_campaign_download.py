@@ -70,7 +70,7 @@ def serving(store: Store) -> Iterator[str]:
 
 
 def clip(data: bytes = DATA, custom_id: str = "shot") -> Clip:
-    return Clip("video_1", custom_id, len(data), hashlib.sha256(data).hexdigest())
+    return Clip("video_1", custom_id, 1, len(data), hashlib.sha256(data).hexdigest())
 
 
 class TestDownload:
@@ -163,7 +163,7 @@ class TestDownload:
         self, fetcher: Fetcher, store: Store, tmp_path: Path
     ) -> None:
         clips = [clip(custom_id=f"shot-{number}") for number in range(20)]
-        broken = Clip("video_2", "broken", len(DATA), "0" * 64)
+        broken = Clip("video_2", "broken", 2, len(DATA), "0" * 64)
         ended = dict(fetch_all(fetcher, [broken, *clips], parallel=4, tick=lambda: None))
         assert {one for one, reason in ended.items() if reason is None} == set(clips)
         assert "SHA-256" in (ended[broken] or "")

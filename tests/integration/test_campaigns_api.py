@@ -794,6 +794,7 @@ class TestFetching:
             assert {archive.getinfo(name).compress_type for name in clips} == {zipfile.ZIP_STORED}
             manifest = list(csv.DictReader(io.StringIO(archive.read("manifest.csv").decode("utf-8-sig"))))
             assert len(manifest) == 12
+            assert {row["file"] for row in manifest if row["file"]} == {*clips, "lost.mp4"}
             missing = list(csv.DictReader(io.StringIO(archive.read("missing.csv").decode("utf-8-sig"))))
             assert [(row["custom_id"], row["line"]) for row in missing] == [("lost", "10")]
 

@@ -12,7 +12,6 @@ from rushes_cli.campaigns.client import from_environment
 from rushes_cli.campaigns.download import (
     Clip,
     clip_of,
-    file_stem,
     range_headers,
     resume,
 )
@@ -158,62 +157,30 @@ class TestUsage:
 
 
 class TestNames:
-    @pytest.mark.parametrize("custom_id", ["shot-001", "szene_7 (neu)", "夜景-3", "a.b=c@d+e"])
-    def test_an_ordinary_id_is_the_name(self, custom_id: str) -> None:
-        assert file_stem(custom_id) == custom_id
-
     @pytest.mark.parametrize(
-        "custom_id",
+        ("custom_id", "name"),
         [
-            "../../etc/passwd",
-            "/etc/passwd",
-            "a/b",
-            "..",
-            ".hidden",
-            "-rf",
-            "a\nb",
-            "con:",
-            " x ",
-            "é" * 400,
-            "\x00",
-            "🎬",
+            ("shot-001", "shot-001.mp4"),
+            ("Shot", "Shot~7.mp4"),
+            ("con", "con~7.mp4"),
+            ("-rf", "rf~7.mp4"),
+            ("../夜/a b", "a_b~7.mp4"),
+            (None, "line~7.mp4"),
         ],
     )
-    def test_any_other_id_is_a_name_in_the_directory(self, custom_id: str, tmp_path: Path) -> None:
-        name = f"{file_stem(custom_id)}.mp4.part"
-        (tmp_path / name).write_bytes(b"x")
-        assert [one.name for one in tmp_path.iterdir()] == [name]
-        assert name[0] not in ".- "
-
-    def test_two_ids_never_have_one_name(self) -> None:
-        ids = [
-            "a/b",
-            "a_b",
-            "a\\b",
-            "a:b",
-            "../a",
-            "./a",
-            "_a",
-            "..",
-            "...",
-            "é" * 300,
-            "é" * 301,
-            "x" * 150,
-            "x" * 151,
-        ]
-        assert len({file_stem(one) for one in ids}) == len(ids)
-
-    def test_a_clip_without_an_id_is_called_after_its_video(self) -> None:
-        assert Clip("video_1", None, 1, "0").name == "video_1.mp4"
+    def test_a_clip_is_called_as_in_an_archive(self, custom_id: str | None, name: str) -> None:
+        assert Clip("video_1", custom_id, 7, 1, "0").name == name
 
     def test_only_items_with_a_clip_are_fetched(self) -> None:
         output = {"bytes": 7, "sha256": "ab", "deleted_at": None}
         response = {"status_code": 200, "body": {"id": "video_1", "output": output}}
-        assert clip_of({"custom_id": "a", "response": response, "error": None}) == Clip("video_1", "a", 7, "ab")
+        assert clip_of({"custom_id": "a", "line": 3, "response": response, "error": None}) == Clip(
+            "video_1", "a", 3, 7, "ab"
+        )
         output["deleted_at"] = 5
-        assert clip_of({"custom_id": "a", "response": response, "error": None}) is None
-        assert clip_of({"custom_id": "a", "response": None, "error": {"code": "x"}}) is None
-        assert clip_of({"custom_id": "a", "response": None, "error": None}) is None
+        assert clip_of({"custom_id": "a", "line": 3, "response": response, "error": None}) is None
+        assert clip_of({"custom_id": "a", "line": 3, "response": None, "error": {"code": "x"}}) is None
+        assert clip_of({"custom_id": "a", "line": 3, "response": None, "error": None}) is None
 
 
 CAMPAIGN: dict[str, Any] = {
@@ -277,7 +244,7 @@ class TestShown:
 
 
 def clip(data: bytes = DATA, custom_id: str = "shot") -> Clip:
-    return Clip("video_1", custom_id, len(data), hashlib.sha256(data).hexdigest())
+    return Clip("video_1", custom_id, 1, len(data), hashlib.sha256(data).hexdigest())
 
 
 def test_the_rest_is_asked_for_only_of_the_same_clip() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rushes_api.campaign_archive import member_name
 from rushes_api.campaign_options import options_of
+from rushes_core.campaigns.names import clip_name
 from rushes_core.campaigns.options import CampaignChanges, CampaignRequest, duration_text
 from rushes_core.campaigns.output import guarded
 from rushes_core.campaigns.view import line_of_id
 from rushes_core.errors import InvalidRequest
-from rushes_core.models import Job
 from rushes_core.moment import parse_duration
 from rushes_core.served_model import ServedModel
 from support.api import offline_settings
@@ -36,8 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 @given(st.lists(IDS, max_size=30, unique_by=lambda one: one if one is not None else object()))
-def test_names_in_an_archive_are_safe_and_one_of_a_kind(ids: list[str | None]) -> None:
-    names = [member_name(Job(id="video_x", custom_id=one, line=line)) for line, one in enumerate(ids, 1)]
+def test_names_of_clips_are_safe_and_one_of_a_kind(ids: list[str | None]) -> None:
+    names = [clip_name(one, line) for line, one in enumerate(ids, 1)]
     assert len({name.lower() for name in names}) == len(names)
     for name in names:
         assert Path(name).name == name

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rushes_core.campaigns.names import clip_name
 from rushes_core.errors import RushesError
 
 from rushes_cli.campaigns.client import STREAM_TIMEOUT, Client, Refused, refusal, retry_after
 
-MAX_NAME_BYTES = 150
-"""Of a clip's name without its ending: file systems take 255, and a store's listing more."""
 ATTEMPTS = 6
 """In a row without one more byte, after which a clip is given up."""
 _CHUNK = 1 << 20
-_UNSAFE = re.compile(r"[^\w.()+=@ -]")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-")
 
 
@@ -34,24 +32,14 @@ class Clip:
 
     video_id: str
     custom_id: str | None
+    line: int
     bytes: int
     sha256: str
 
     @property
     def name(self) -> str:
-        """Of its file: a function of its ids alone, so that every call of the command finds it again."""
-        return f"{file_stem(self.custom_id or self.video_id)}.mp4"
-
-
-def file_stem(custom_id: str) -> str:
-    """A name for a file that is recognisably `custom_id`, and of which no two ids have the same."""
-    stem = _UNSAFE.sub("_", custom_id).strip(" .")
-    while len(stem.encode()) > MAX_NAME_BYTES:
-        stem = stem[:-1]
-    if stem == custom_id and not stem.startswith("-"):
-        return stem
-    digest = hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()[:8]
-    return f"{stem.lstrip('-') or 'clip'}-{digest}"
+        """Of its file: that which it has in an archive, so that every call of the command finds it again."""
+        return clip_name(self.custom_id, self.line)
 
 
 def clip_of(line: dict[str, Any]) -> Clip | None:
@@ -60,7 +48,7 @@ def clip_of(line: dict[str, Any]) -> Clip | None:
     output = (body or {}).get("output") or {}
     if body is None or output.get("sha256") is None or output.get("deleted_at") is not None:
         return None
-    return Clip(body["id"], line.get("custom_id"), int(output["bytes"]), output["sha256"])
+    return Clip(body["id"], line.get("custom_id"), line["line"], int(output["bytes"]), output["sha256"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,20 +79,19 @@ def survey(folder: Path) -> tuple[Counter[str], int]:
 
 
 def save_table(client: Client, campaign_id: str, folder: Path) -> None:
-    """Write the manifest as CSV, with a column for the file of each clip that is here.
+    """Write the manifest as CSV, with the file of each clip that is here, and of no other.
 
     Raises:
         Refused, Unreachable
     """
     source, part = folder / f"{TABLE}.part", folder / f".{TABLE}.new"
     save(client, campaign_id, source, form="csv")
-    names = {clip.video_id: clip.name for clip in clips(folder)}
     with source.open(encoding="utf-8-sig", newline="") as old, part.open("w", encoding="utf-8-sig", newline="") as new:
         rows = csv.DictReader(old)
-        table = csv.DictWriter(new, [*(rows.fieldnames or ()), "file"])
+        table = csv.DictWriter(new, rows.fieldnames or ())
         table.writeheader()
         for row in rows:
-            name = names.get(row["video_id"], "")
-            table.writerow(row | {"file": name if name and (folder / name).exists() else ""})
+            is_here = bool(row["file"]) and (folder / row["file"]).is_file()
+            table.writerow(row if is_here else row | {"file": ""})
     part.replace(folder / TABLE)
     source.unlink()

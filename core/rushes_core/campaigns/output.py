@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from typing import Any
 
+from rushes_core.campaigns.names import clip_name
 from rushes_core.campaigns.tables import CampaignLineError
 from rushes_core.models import Job
 from rushes_core.states import JobState
@@ -30,8 +31,9 @@ COLUMNS = (
     "error_message",
     "bytes",
     "sha256",
+    "file",
 )
-"""Of the table."""
+"""Of the table; `file` is what the clip is called in an archive."""
 FAILED = "failed"
 """The status of a line that could not become a job."""
 
@@ -50,7 +52,10 @@ def line_of(item: Item) -> int:
 
 
 def lines(items: Iterable[Item], show: Show) -> Iterator[bytes]:
-    """Lines of JSON, each with its end. An item that has not ended has neither a response nor an error."""
+    """Lines of JSON, each with its end: OpenAI's members, and `line`.
+
+    An item that has not ended has neither a response nor an error.
+    """
     for item in items:
         yield f"{_line(item, show)}\n".encode()
 
@@ -59,7 +64,8 @@ def _line(item: Item, show: Show) -> str:
     is_job = isinstance(item, Job)
     # what the request is known by: the log has it with everything that happened to the job
     number = item.id.partition("_")[2] if is_job else f"{item.campaign_id.partition('_')[2]}_{item.line}"
-    head = f'{{"id":{json.dumps(f"batch_req_{number}")},"custom_id":{json.dumps(item.custom_id, ensure_ascii=False)}'
+    custom_id = json.dumps(item.custom_id, ensure_ascii=False)
+    head = f'{{"id":{json.dumps(f"batch_req_{number}")},"custom_id":{custom_id},"line":{item.line}'
     if is_job and item.state is JobState.COMPLETED:
         body = show(item).model_dump_json()
         return (
@@ -118,6 +124,7 @@ def _cells(item: Item, show: Show) -> list[Any]:
             "error_message": None if video.error is None else video.error.message,
             "bytes": video.output.bytes,
             "sha256": video.output.sha256,
+            "file": clip_name(item.custom_id, line_of(item)) if has_clip else None,
         }
     return [cells.get(name) for name in COLUMNS]
 
