@@ -20,6 +20,7 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    literal_column,
     or_,
     select,
     text,
@@ -31,7 +32,7 @@ from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
-from rushes_core.campaigns.tables import Campaign
+from rushes_core.campaigns.tables import BUDGET, Campaign
 from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
@@ -404,7 +405,7 @@ def release(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
 def _given_back() -> dict[str, Any]:
     return {
         "state": case((_IS_CANCELLED, _CANCELLED), else_=_QUEUED),
-        "error": case((_IS_CANCELLED, _BY_USER), else_=Job.error),
+        "error": case((_IS_CANCELLED, _WHY_CANCELLED), else_=Job.error),
         "finished_at": case((_IS_CANCELLED, func.now()), else_=None),
         "attempt": Job.attempt - 1,
         **_TO_CAMPAIGN,
@@ -442,7 +443,7 @@ def confirm_cancel(job_id: str, *, fence: int) -> ReturningUpdate[Job]:
             ),
             error=case(
                 (called_back, Job.error),
-                (_IS_CANCELLED, _BY_USER),
+                (_IS_CANCELLED, _WHY_CANCELLED),
                 (never_started, literal(DEADLINE_EXCEEDED, Job.error.type)),
                 else_=literal(DEADLINE_PASSED, Job.error.type),
             ),
@@ -623,6 +624,14 @@ _QUEUED, _FAILED, _CANCELLED = (
     literal(state, Job.state.type) for state in (JobState.QUEUED, JobState.FAILED, JobState.CANCELLED)
 )
 _BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
+_WHY_CANCELLED = func.coalesce(
+    select(Campaign.errors["data"][0].op("-")(literal_column("ARRAY['param', 'line']")))
+    .where(Campaign.id == Job.campaign_id, Campaign.state == "cancelling", Campaign.hold_reason == BUDGET)
+    .correlate(Job)
+    .scalar_subquery(),
+    _BY_USER,
+    type_=Job.error.type,
+)
 
 
 def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -> dict[str, Any]:
@@ -634,7 +643,7 @@ def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -
         ended = spent
         counts = {"error_count": Job.error_count + one_more}
         count = Job.error_count
-        reasons = [(_IS_CANCELLED, _BY_USER)]
+        reasons = [(_IS_CANCELLED, _WHY_CANCELLED)]
     else:
         crash = ran if crashed is True else and_(ran, crashed)
         crash_count = Job.crash_count + case((crash, 1), else_=0)
@@ -649,7 +658,7 @@ def _after_loss(error: dict[str, Any], *, crashed: bool | ColumnElement[bool]) -
         why = func.jsonb_build_object(
             "code", WORKER_CRASH["code"], "message", WORKER_CRASH["message"], "stage", Job.phase
         )
-        reasons = [(_IS_CANCELLED, _BY_USER), (quarantined, why)]
+        reasons = [(_IS_CANCELLED, _WHY_CANCELLED), (quarantined, why)]
     return {
         "state": case((_IS_CANCELLED, _CANCELLED), (ended, _FAILED), else_=_QUEUED),
         **counts,

@@ -251,6 +251,7 @@ RETRYABLE_ERRORS: dict[str, bool] = {
     "storage_error": True,
     "invalid_request": False,
     "cancelled_by_user": True,
+    "budget_reached": True,
     "deadline_exceeded": True,
     "batch_expired": True,
 }

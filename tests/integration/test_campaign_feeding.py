@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rushes_core import jobs
-from rushes_core.campaigns import feeder, feeding
+from rushes_core.campaigns import closing, feeder, feeding
 from rushes_core.campaigns.opening import FIRST_ITEMS, MAX_OPEN, MIN_OPEN
 from rushes_core.campaigns.windows import DAYS
 from rushes_core.database import create_sync_engine
@@ -515,7 +515,57 @@ class TestBudget:
         rows.feed()
         rows.complete(rows.take(9, rows.claim_and_start()))
         rows.feed()
+        stopped = rows.of(campaign)
+        assert stopped.state == "cancelling"
+        assert stopped.errors is not None
+        (error,) = stopped.errors["data"]
+        assert (error["code"], error["param"]) == ("budget_reached", "budget.gpu_seconds")
+        assert "budget of 15 GPU seconds 9" in error["message"]
+        assert rows.events() == ["batch.budget_reached"]
+
+    def test_one_that_is_too_small_for_the_first_clip_waits_for_another(self, rows: CampaignRows) -> None:
+        rows.measure(p50=8, p90=10)
+        campaign = rows.campaign(budget_gpu_seconds=8, on_budget="cancel")
+        rows.feed()
+        rows.another_feeder().feed()
+        assert (rows.of(campaign).state, rows.of(campaign).hold_reason) == ("in_progress", "budget")
+        change_and_close(rows, campaign, budget_gpu_seconds=15)
+        rows.feed()
+        assert rows.open_lines(campaign) == [1]
+
+    def test_what_may_take_too_much_is_not_cancelled_before_it_has(self, rows: CampaignRows) -> None:
+        rows.measure(p50=8, p90=10)
+        campaign = rows.campaign(budget_gpu_seconds=15, on_budget="cancel")
+        rows.feed()
+        job = rows.take(16, rows.claim_and_start())
+        rows.feed()
+        assert rows.of(campaign).state == "in_progress"
+        rows.complete(job)
+        rows.another_feeder().feed()
         assert rows.of(campaign).state == "cancelling"
+
+    def test_what_is_cancelled_for_it_says_so(self, rows: CampaignRows) -> None:
+        rows.measure(p50=3, p90=3)
+        campaign = rows.campaign(budget_gpu_seconds=8, on_budget="cancel")
+        rows.feed()
+        first, second = rows.claim_and_start(), rows.claim_and_start()
+        rows.complete(rows.take(9, first))
+        rows.another_feeder().feed()
+        assert second.fence is not None
+        with Session(rows.engine, expire_on_commit=False) as session, session.begin():
+            cancelled = session.execute(jobs.confirm_cancel(second.id, fence=second.fence)).scalar_one()
+            found = session.execute(closing.to_close()).one()
+            session.execute(closing.close_some(found.id, found.target, found.why))
+            waited = session.scalars(
+                select(Job).where(Job.campaign_id == campaign, Job.state == JobState.CANCELLED)
+            ).all()
+        errors = [cancelled.error, *(job.error for job in waited)]
+        assert len(errors) > 2
+        for error in errors:
+            assert error is not None
+            assert error.keys() == {"code", "message"}
+            assert error["code"] == "budget_reached"
+            assert "of 8 GPU seconds 9" in error["message"]
 
 
 class TestFailures:

@@ -32,7 +32,7 @@ from sqlalchemy.sql.selectable import TextualSelect
 from rushes_core import jobs
 from rushes_core.campaigns import feeder
 from rushes_core.campaigns.loading import LEASE_SECONDS, Lease, is_held
-from rushes_core.campaigns.tables import ACTIVE_STATES, Campaign, CampaignCount
+from rushes_core.campaigns.tables import ACTIVE_STATES, BUDGET, Campaign, CampaignCount
 from rushes_core.models import Job
 from rushes_core.predicates import IS_LEASED
 
@@ -45,16 +45,22 @@ EXPIRED: dict[str, Any] = {
 """With OpenAI's code for it."""
 
 
-def request_stop(campaign_id: str) -> tuple[Executable, ...]:
+def request_stop(campaign_id: str, *, spent: Mapping[str, Any] | None = None) -> tuple[Executable, ...]:
     """What cancels a campaign, in this order and one transaction: from its end on none of its jobs is started.
 
     The first returns the campaign; no row: it has ended, or is being cancelled. A process then closes what waits
     (`close_some`), and the replicas what they hold.
+
+    Args:
+        spent: its budget is: an entry of its `errors`, which its jobs get as well.
     """
+    why: dict[str, Any] = {"hold_reason": None}
+    if spent is not None:
+        why = {"hold_reason": BUDGET, "errors": {"object": "list", "data": [dict(spent)]}}
     stop = (
         update(Campaign)
         .where(Campaign.id == campaign_id, Campaign.state.in_(("validating", "in_progress", "finalizing")))
-        .values(state="cancelling", cancelling_at=func.now(), retry=None)
+        .values(state="cancelling", cancelling_at=func.now(), retry=None, **why)
         .execution_options(synchronize_session=False, populate_existing=True)
         .returning(Campaign)
     )
@@ -64,21 +70,28 @@ def request_stop(campaign_id: str) -> tuple[Executable, ...]:
 _IS_TO_CLOSE = """(state = 'cancelling' OR state = 'in_progress' AND expires_at <= now())
     AND (SELECT sum(queued) FROM campaign_counts WHERE campaign_id = campaigns.id) > 0"""
 _TO_CLOSE = text(f"""
-SELECT id, CASE state WHEN 'cancelling' THEN 'cancelled' ELSE 'expired' END AS target FROM campaigns
+SELECT id, CASE state WHEN 'cancelling' THEN 'cancelled' ELSE 'expired' END AS target,
+    CASE WHEN state = 'cancelling' AND hold_reason = '{BUDGET}'
+        THEN (errors -> 'data' -> 0) - ARRAY['param', 'line'] END AS why
+FROM campaigns
 WHERE {_IS_TO_CLOSE}
 ORDER BY id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
-""").columns(id=Campaign.id.type, target=Campaign.state.type)
+""").columns(id=Campaign.id.type, target=Campaign.state.type, why=JSONB)
 
 
 def to_close() -> TextualSelect:
-    """A campaign with queued jobs that nobody will run, and what they become. It is locked, and one that another
-    transaction has locked is passed over."""
+    """A campaign with queued jobs that nobody will run, what they become, and the error that they get; null: the usual
+    one. It is locked, and one that another transaction has locked is passed over."""
     return _TO_CLOSE
 
 
-def close_some(campaign_id: str, target: str) -> TextClause:
-    """QUEUED -> CANCELLED or EXPIRED for up to `CLOSED_AT_ONCE` jobs; how many. Others may do it at the same time."""
-    why = jobs.CANCELLED_BY_USER if target == "cancelled" else EXPIRED
+def close_some(campaign_id: str, target: str, why: Mapping[str, Any] | None = None) -> TextClause:
+    """QUEUED -> CANCELLED or EXPIRED for up to `CLOSED_AT_ONCE` jobs; how many. Others may do it at the same time.
+
+    Args:
+        why: their error, if not the usual one.
+    """
+    why = why or (jobs.CANCELLED_BY_USER if target == "cancelled" else EXPIRED)
     statement = text("SELECT close_campaign_jobs(:id, :target, :why, :at_most)").bindparams(
         bindparam("why", type_=JSONB)
     )

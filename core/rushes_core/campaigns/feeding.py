@@ -366,7 +366,13 @@ class _Tending:
         elif not waiting and not num_live:
             # nothing to open as yet: what it was held for may still be so
             reason = campaign.hold_reason if campaign.hold_reason in ("budget", "window") else None
+        is_used_up = standing.has_used_its_budget(can_begin=bool(num_live) or not choice.is_spent)
+        if is_used_up:
+            reason = "budget"
         self._note(session, standing, changes | {"hold_reason": reason})
+        if is_used_up and campaign.on_budget == "cancel":
+            self._cancel(session, campaign, spent=opening.spent(standing))
+            return 0
         return standing.num_open + len(choice.opened)
 
     def _budget(self, session: Session, standing: Standing) -> Budget:
@@ -438,8 +444,8 @@ class _Tending:
         if self._note(session, standing, excused | paused):
             session.execute(events.tell(campaign.id, "batch.paused", {"reason": "failures"}))
 
-    def _cancel(self, session: Session, campaign: Campaign) -> None:
-        for statement in closing.request_stop(campaign.id):
+    def _cancel(self, session: Session, campaign: Campaign, *, spent: Mapping[str, Any] | None = None) -> None:
+        for statement in closing.request_stop(campaign.id, spent=spent):
             session.execute(statement)
 
     def _note(self, session: Session, standing: Standing, changes: Mapping[str, Any]) -> bool:
@@ -461,7 +467,5 @@ class _Tending:
         session.flush()
         if new.get("hold_reason") == "budget":
             session.execute(events.tell(campaign.id, "batch.budget_reached"))
-            if campaign.on_budget == "cancel":
-                self._cancel(session, campaign)
         log.info("campaign_changed", campaign_id=campaign.id, **{name: str(value) for name, value in new.items()})
         return True

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.campaigns.windows import STOP, Opening, opening_of
@@ -14,6 +15,8 @@ LOOK_AHEAD = 64
 MIN_OPEN = 4
 MAX_OPEN = 256
 """Jobs of a campaign that are open at once at most."""
+BUDGET_REACHED = "budget_reached"
+"""Code of the error of what is cancelled for the budget."""
 FIRST_ITEMS = 4
 """Of every campaign so many come before the others of its project, so that whoever sent it soon sees a result."""
 
@@ -75,6 +78,18 @@ class Standing:
         failed = self.failed - min(campaign.failures_excused, self.failed)
         return failed >= max(1, campaign.max_failures)
 
+    def has_used_its_budget(self, *, can_begin: bool) -> bool:
+        """Whether clips wait of which none will start, because others have run. A budget that was too small for the
+        first one from the beginning is not used up.
+
+        Args:
+            can_begin: something runs or is open, or one more clip could be.
+        """
+        limit = self.campaign.budget_gpu_seconds
+        if limit is None or not self.queued:
+            return False
+        return self.gpu_seconds >= limit or (self.gpu_seconds > 0 and not can_begin)
+
     def is_over(self, now: datetime) -> bool:
         """Whether nothing of it is to start any more."""
         campaign = self.campaign
@@ -126,6 +141,13 @@ class Standing:
         if campaign.proof_count is not None and campaign.proof_state == "running":
             room = min(room, campaign.proof_count - self.ended - self.num_live)
         return max(0, room)
+
+
+def spent(standing: Standing) -> dict[str, Any]:
+    """Why a campaign is cancelled whose budget is used up, as an entry of its `errors`."""
+    limit, used = standing.campaign.budget_gpu_seconds, round(standing.gpu_seconds, 3)
+    message = f"Of the campaign's budget of {limit:g} GPU seconds {used:g} are used: too little is left for this."
+    return {"code": BUDGET_REACHED, "message": message, "param": "budget.gpu_seconds", "line": None}
 
 
 @dataclass(frozen=True, slots=True)

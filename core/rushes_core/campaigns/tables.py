@@ -12,6 +12,8 @@ STATES = ("validating", "failed", "in_progress", "finalizing", "completed", "exp
 """OpenAI's words for a batch."""
 ACTIVE_STATES = ("validating", "in_progress", "finalizing", "cancelling")
 """Those in which somebody still has to do something."""
+BUDGET = "budget"
+"""As `hold_reason`: the budget is too small for one more clip. Of a campaign that is being cancelled: that is why."""
 NUM_SHARDS = 8
 """Rows that the numbers of a campaign are spread over."""
 
@@ -107,8 +109,8 @@ class Campaign(Base):
     output_seconds: Mapped[int | None]
     """How long these two are kept; null: until somebody deletes them."""
     retry: Mapped[dict[str, Any] | None]
-    """Which of its ended jobs are still to be queued again: `codes`, `include_cancelled`, `new_seeds`, and `before`, in
-    Unix seconds: what ended later is not meant."""
+    """Which of its ended jobs are still to be queued again: `codes`, `include_cancelled`, `new_seeds`, `before`, in
+    Unix seconds: what ended later is not meant; and `reached`, the line up to which they are."""
     num_events: Mapped[int] = mapped_column(server_default=text("0"))
     """Events about it so far: each gets the next number."""
     told_progress: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))

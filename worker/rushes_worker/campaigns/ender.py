@@ -55,7 +55,7 @@ class Ender:
             found = connection.execute(closing.to_close()).one_or_none()
             if found is None:
                 return False
-            count = connection.execute(closing.close_some(found.id, found.target)).scalar_one()
+            count = connection.execute(closing.close_some(found.id, found.target, found.why)).scalar_one()
         if count:
             log.info("campaign_jobs_closed", campaign_id=found.id, count=count, state=found.target)
         # what another transaction holds is looked at again later
