@@ -324,58 +324,72 @@ END $$;
 
 # failed jobs, and others that ended without a clip where that was asked for: each a new generation that starts from
 # nothing, as a retry of a single job does
+# not from the first line each time, past all that is queued again; but once more when the last one is reached
 RETRY = """
 CREATE FUNCTION retry_campaign_jobs(campaign text, at_most integer) RETURNS integer LANGUAGE plpgsql AS $$
 DECLARE
     wanted jsonb;
-    retried integer;
+    reached bigint;
+    last_line bigint;
+    num_changed integer;
+    retried integer := 0;
 BEGIN
     SELECT retry INTO wanted FROM campaigns WHERE id = campaign;
     IF wanted IS NULL THEN
         RETURN 0;
     END IF;
+    reached := coalesce((wanted ->> 'reached')::bigint, 0);
     PERFORM set_config('rushes.counted', 'on', true);
-    WITH ended AS MATERIALIZED (
-        SELECT each.* FROM unnest(
-            CASE WHEN (wanted ->> 'include_cancelled')::boolean THEN ARRAY['failed', 'cancelled', 'expired']
-            ELSE ARRAY['failed'] END
-        ) AS old (state), LATERAL (
-            SELECT id, jobs.state FROM jobs
-            WHERE campaign_id = campaign AND jobs.state = old.state AND deleted_at IS NULL
-                AND finished_at <= to_timestamp((wanted ->> 'before')::double precision)
-                AND (
-                    old.state <> 'failed' OR wanted -> 'codes' IS NULL
-                    OR jsonb_exists(wanted -> 'codes', error ->> 'code')
-                )
-            ORDER BY line LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED
-        ) AS each LIMIT at_most
-    ), changed AS (
-        UPDATE jobs SET state = 'queued', hold = 'campaign', generation = generation + 1, attempt = 0, crash_count = 0,
-            crashed_on = '{}', error_count = 0, low_memory = false, progress = 0, error = NULL, timings = '{}',
-            phase = NULL, completed_steps = 0, started_at = NULL, finished_at = NULL, cancel_requested_at = NULL,
-            start_by = NULL, stop_at = NULL,
-            deadline_at = CASE WHEN deadline_at > now() THEN deadline_at END,
-            seed = CASE WHEN (wanted ->> 'new_seeds')::boolean THEN floor(random() * 2 ^ 53)::bigint ELSE seed END
-        FROM ended WHERE jobs.id = ended.id
-        RETURNING ended.state AS old_state, jobs.num_frames * jobs.width * jobs.height / 10000 AS cost
-    ), total AS (
-        SELECT count(*) AS n, count(*) FILTER (WHERE old_state = 'failed') AS failed,
-            count(*) FILTER (WHERE old_state = 'cancelled') AS cancelled,
-            count(*) FILTER (WHERE old_state = 'expired') AS expired, coalesce(sum(cost), 0) AS cost
-        FROM changed
-    ), counted AS (
-        INSERT INTO campaign_counts AS counts (
-            campaign_id, shard, queued, failed, cancelled, expired, remaining_cost
+    LOOP
+        WITH ended AS MATERIALIZED (
+            SELECT each.* FROM unnest(
+                CASE WHEN (wanted ->> 'include_cancelled')::boolean THEN ARRAY['failed', 'cancelled', 'expired']
+                ELSE ARRAY['failed'] END
+            ) AS old (state), LATERAL (
+                SELECT id, jobs.state, line FROM jobs
+                WHERE campaign_id = campaign AND jobs.state = old.state AND line > reached AND deleted_at IS NULL
+                    AND finished_at <= to_timestamp((wanted ->> 'before')::double precision)
+                    AND (
+                        old.state <> 'failed' OR wanted -> 'codes' IS NULL
+                        OR jsonb_exists(wanted -> 'codes', error ->> 'code')
+                    )
+                ORDER BY line LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED
+            ) AS each ORDER BY line LIMIT at_most - retried
+        ), changed AS (
+            UPDATE jobs SET state = 'queued', hold = 'campaign', generation = generation + 1, attempt = 0,
+                crash_count = 0, crashed_on = '{}', error_count = 0, low_memory = false, progress = 0, error = NULL,
+                timings = '{}', phase = NULL, completed_steps = 0, started_at = NULL, finished_at = NULL,
+                cancel_requested_at = NULL, start_by = NULL, stop_at = NULL,
+                deadline_at = CASE WHEN deadline_at > now() THEN deadline_at END,
+                seed = CASE WHEN (wanted ->> 'new_seeds')::boolean THEN floor(random() * 2 ^ 53)::bigint ELSE seed END
+            FROM ended WHERE jobs.id = ended.id
+            RETURNING ended.state AS old_state, jobs.line, jobs.num_frames * jobs.width * jobs.height / 10000 AS cost
+        ), total AS (
+            SELECT count(*) AS n, count(*) FILTER (WHERE old_state = 'failed') AS failed,
+                count(*) FILTER (WHERE old_state = 'cancelled') AS cancelled,
+                count(*) FILTER (WHERE old_state = 'expired') AS expired, coalesce(sum(cost), 0) AS cost,
+                max(line) AS line
+            FROM changed
+        ), counted AS (
+            INSERT INTO campaign_counts AS counts (
+                campaign_id, shard, queued, failed, cancelled, expired, remaining_cost
+            )
+            SELECT campaign, pg_backend_pid() % 8, n, -failed, -cancelled, -expired, cost FROM total WHERE n > 0
+            ON CONFLICT (campaign_id, shard) DO UPDATE SET
+                queued = counts.queued + excluded.queued,
+                failed = counts.failed + excluded.failed,
+                cancelled = counts.cancelled + excluded.cancelled,
+                expired = counts.expired + excluded.expired,
+                remaining_cost = counts.remaining_cost + excluded.remaining_cost
         )
-        SELECT campaign, pg_backend_pid() % 8, n, -failed, -cancelled, -expired, cost FROM total WHERE n > 0
-        ON CONFLICT (campaign_id, shard) DO UPDATE SET
-            queued = counts.queued + excluded.queued,
-            failed = counts.failed + excluded.failed,
-            cancelled = counts.cancelled + excluded.cancelled,
-            expired = counts.expired + excluded.expired,
-            remaining_cost = counts.remaining_cost + excluded.remaining_cost
-    )
-    SELECT n INTO retried FROM total;
+        SELECT n, line INTO num_changed, last_line FROM total;
+        retried := retried + num_changed;
+        EXIT WHEN retried >= at_most OR reached = 0;
+        reached := 0;
+    END LOOP;
+    IF retried >= at_most THEN
+        UPDATE campaigns SET retry = retry || jsonb_build_object('reached', last_line) WHERE id = campaign;
+    END IF;
     PERFORM set_config('rushes.counted', 'off', true);
     RETURN retried;
 END $$;

@@ -9,6 +9,7 @@ from rushes_core.campaigns import closing, statements
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.campaigns.ender import Ender
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 from support.campaigns import Campaigns, jsonl, openai_line
 from support.checkpoints import tiny_checkpoint
@@ -178,6 +179,31 @@ class TestRetry:
             True,
             False,
         ]
+        campaigns.counts(campaign_id)
+
+    def test_each_part_goes_on_where_the_last_one_ended(
+        self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(statements, "CHANGED_AT_ONCE", 2)
+        campaign_id = loaded(campaigns, 6)
+        for line in range(1, 6):
+            campaigns.run(campaign_id, line, code="worker_lost")
+        campaigns.open(campaign_id, 6)
+        campaigns.jobs.run(jobs.cancel(campaigns.items(campaign_id)[5].id, project="default"))
+        self.ask(campaigns, campaign_id, include_cancelled=True)
+        ender = Ender(campaigns.settings, campaigns.model, campaigns.engine, owner="test")
+        with campaigns.engine.begin() as connection:
+            # passed over, and not forgotten
+            connection.execute(text("SELECT FROM jobs WHERE line = 1 FOR UPDATE"))
+            for reached in ([2, 3], [2, 3, 4, 5]):
+                ender.turn()
+                assert campaigns.states(campaign_id)[JobState.QUEUED] == reached
+                retry = campaigns.read(campaign_id).retry
+                assert retry is not None
+                assert retry["reached"] == reached[-1]
+        campaigns.end()
+        assert campaigns.states(campaign_id) == {JobState.QUEUED: [1, 2, 3, 4, 5, 6]}
+        assert campaigns.read(campaign_id).retry is None
         campaigns.counts(campaign_id)
 
     def test_what_fails_again_meanwhile_is_not_meant(
