@@ -25,8 +25,8 @@ from rushes_cli.campaigns.shown import (
     status_words,
 )
 from rushes_cli.main import UsageError
-from rushes_cli.operator import print_json, print_table
 from rushes_cli.signals import Interrupted, interruptible
+from rushes_cli.terminal import print_json, print_table
 
 POLL_SECONDS = 2.0
 WATCH_PATIENCE_SECONDS = 3_600.0

@@ -15,7 +15,8 @@ from rushes_core.moment import parse_duration, parse_moment
 from sqlalchemy.orm import Session
 
 from rushes_cli.main import UsageError
-from rushes_cli.operator import print_json, print_table, transaction
+from rushes_cli.operator import transaction
+from rushes_cli.terminal import print_json, print_table
 
 _LIMITS = {
     "requests_per_minute": "requests that it may send in any minute",

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,20 +26,41 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 failed, 2 wrong usage or settings."""
+    """Run the command line and return its exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 Ctrl-C, 141
+    nobody reads what it prints."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        print("rushes: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(words: Sequence[str]) -> int:
     arguments = _parser(words).parse_args(words)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         return _complain(arguments, str(error), 2)
     except (RushesError, ValueError) as error:
         return _complain(arguments, str(error), 1)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            return 141
         where = f"{error.filename}: " if error.filename else ""
         return _complain(arguments, f"{where}{error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        return 130
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what is printed. If not, what is left of it goes nowhere."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)
+    if not poller.poll(0):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return False
 
 
 def load_settings() -> "Settings":

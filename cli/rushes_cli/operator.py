@@ -1,9 +1,7 @@
-"""What the commands for operators share: a short transaction on the database, and rows for people."""
+"""What the commands for operators share: a short transaction on the database."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rushes_core.database import create_sync_engine
 from sqlalchemy.exc import ArgumentError
@@ -30,16 +28,3 @@ def transaction() -> Iterator[Session]:
             yield session
     finally:
         engine.dispose()
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """One line."""
-    print(json.dumps(value))
-
-
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell."""
-    lines = [titles, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

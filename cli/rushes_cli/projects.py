@@ -7,7 +7,8 @@ from rushes_core.errors import RushesError
 from rushes_core.models import Project
 from sqlalchemy import select
 
-from rushes_cli.operator import print_json, print_table, transaction
+from rushes_cli.operator import transaction
+from rushes_cli.terminal import print_json, print_table
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,9 +1,11 @@
-"""What the commands tell a person: lines, and a job's progress."""
+"""What the commands tell a person: lines, tables, and a job's progress."""
 
+import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -16,6 +18,19 @@ def say(text: str) -> None:
         print(text, flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it replaces stdout until the end
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One line."""
+    print(json.dumps(value))
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    lines = [titles, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 class ProgressLine:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rushes_cli.campaigns.client import from_environment
-from rushes_cli.operator import print_json, print_table
+from rushes_cli.terminal import print_json, print_table
 
 _PATIENCE_SECONDS = 10.0
 _GIB = 1 << 30

@@ -3,6 +3,8 @@
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,51 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("rushes 0.")
+
+
+def test_ctrl_c_while_a_command_is_read_in_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["campaign", "list"]) == 130
+    assert capsys.readouterr().err == "rushes: interrupted\n"
+
+
+@pytest.mark.parametrize("lines", [1, 50_000])
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(lines: int) -> None:
+    program = f"""
+import sys
+from rushes_cli import main
+
+def run(arguments):
+    sys.stdin.read()
+    for number in range({lines}):
+        print("a line of text")
+    return 0
+
+parser = main._Parser()
+parser.set_defaults(run=run, command="list")
+main._parser = lambda words: parser
+sys.exit(main.main([]))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdin is not None
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        command.stdin.close()
+        said = command.stderr.read()
+    assert (command.returncode, said) == (141, b"")
+
+
+def test_a_command_that_speaks_http_reads_in_no_database() -> None:
+    program = "import sys, rushes_cli.campaign; sys.exit('sqlalchemy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["api", "worker", "dispatcher", "sweep", "migrate"])
