@@ -92,8 +92,11 @@ def parse_json_object(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, *, what: str | None = None) -> Any:
     """The JSON value in `text`.
+
+    Args:
+        what: the parameter that it is; None: the body, or a part of it.
 
     Raises:
         ApiError: it is no JSON that is read.
@@ -101,9 +104,11 @@ def parse_json(text: str) -> Any:
     try:
         return strict_json.parse_json(text, max_depth=MAX_DEPTH, max_members=MAX_MEMBERS)
     except DuplicateKey as error:
-        name = printable(error.name)
+        name = printable(error.name if what is None else f"{what}.{error.name}")
         raise ApiError(f"duplicate key: {name}", param=name, code="duplicate_parameter") from error
     except InvalidJson as error:
+        if what is not None:
+            raise ApiError(f"{what} {error}", param=what, code="invalid_value") from error
         raise _invalid(f"the request body {error}") from error
 
 

@@ -37,7 +37,7 @@ _NUMBERS = frozenset({("budget", "gpu_seconds")})
 _BOOLEANS = frozenset({("dry_run",), ("start_paused",), ("tell_items",), ("defaults", "output", "thumbnail")})
 _LISTS = frozenset({("window", "days"), ("webhook_events",)})
 _INTEGER_TEXT = re.compile(r"-?[0-9]{1,20}", re.ASCII)
-_NUMBER_TEXT = re.compile(r"[0-9]{1,20}(\.[0-9]{1,9})?", re.ASCII)
+_NUMBER_TEXT = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,9})?", re.ASCII)
 _BOOLEAN_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -54,7 +54,7 @@ def options_of(items: Iterable[tuple[str, Value]]) -> dict[str, Any]:
     for name in MAPS:
         value = members.get(name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            members[name] = parse_json(value)
+            members[name] = parse_json(value, what=name)
     return {name: _typed((name,), value) for name, value in members.items()}
 
 

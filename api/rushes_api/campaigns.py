@@ -138,7 +138,10 @@ def _media_type(request: Request, *, is_batch: bool) -> str:
         raise UnsupportedMedia(f"charset {shown(charset)} is not supported; send UTF-8")
     encoding = request.headers.get("content-encoding", "").lower()
     if encoding not in ("", "identity") and (encoding != "gzip" or media_type not in FORMATS):
-        raise UnsupportedMedia(f"Content-Encoding {shown(encoding)} is not supported here; send the body as it is")
+        known = "packed with gzip, or " if media_type in FORMATS else ""
+        raise UnsupportedMedia(
+            f"Content-Encoding {shown(encoding)} is not supported here; send the body {known}as it is"
+        )
     return media_type
 
 

@@ -42,7 +42,7 @@ def is_storable(text: str) -> bool:
 
 def shown(value: object) -> str:
     """`value` for an error message: short, printable, encodable."""
-    text = ascii(value)
+    text = "null" if value is None else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -204,6 +204,15 @@ class TestSending:
     ) -> None:
         refused(client.post("/v1/campaigns", json={"input_file_id": upload(client), **options}), 400, code, param)
 
+    def test_what_is_wrong_in_the_query_is_named(self, client: TestClient, campaigns: Campaigns) -> None:
+        def wrong(query: str, code: str, param: str) -> str:
+            sent = client.post(f"/v1/campaigns?{query}", content=LINES, headers={"Content-Type": "application/jsonl"})
+            return str(refused(sent, 400, code, param)["message"])
+
+        assert "greater than 0" in wrong("budget[gpu_seconds]=-1", "invalid_value", "budget.gpu_seconds")
+        assert wrong("defaults={bad", "invalid_value", "defaults").startswith("defaults is not valid JSON")
+        wrong('defaults={"seed":1,"seed":2}', "duplicate_parameter", "defaults.seed")
+
     def test_another_model_is_not_found(self, client: TestClient, campaigns: Campaigns) -> None:
         response = client.post("/v1/campaigns", json={"input_file_id": upload(client), "model": "sora-2"})
         refused(response, 404, "model_not_found", "model")
@@ -233,7 +242,8 @@ class TestSending:
             {"Content-Type": "text/csv", "Content-Encoding": "br"},
         ):
             response = client.post("/v1/campaigns", content=b"{}", headers=headers)
-            refused(response, 415, "unsupported_media_type")
+            error = refused(response, 415, "unsupported_media_type")
+        assert "gzip" in error["message"]
         response = client.post("/v1/batches", content=LINES, headers={"Content-Type": "application/jsonl"})
         refused(response, 415, "unsupported_media_type")
         refused(client.post("/v1/campaigns", content=b"", headers={"Content-Type": "text/csv"}), 400, "invalid_body")
@@ -429,6 +439,20 @@ class TestLists:
         refused(client.get("/v1/campaigns?status=paused"), 400, "invalid_value", "status")
         refused(client.get("/v1/campaigns?after=x"), 400, "invalid_value", "after")
 
+    def test_one_that_has_ended_is_done_and_held_by_nothing(self, client: TestClient, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(LINES, paused_at=datetime.now(UTC), pause_reason="request", hold_reason="paused")
+        campaigns.run(campaign_id, 1)
+        shown = get(client, campaign_id)
+        assert (shown["progress"], shown["hold_reason"]) == (33, "paused")
+        shown = made(client.post(f"/v1/campaigns/{campaign_id}/cancel"))
+        assert (shown["status"], shown["progress"], shown["hold_reason"]) == ("cancelling", 33, None)
+        campaigns.end()
+        shown = get(client, campaign_id)
+        assert (shown["status"], shown["progress"], shown["hold_reason"]) == ("cancelled", 100, None)
+        failed = campaigns.loaded(b"\n", paused_at=datetime.now(UTC), pause_reason="request", hold_reason="paused")
+        shown = get(client, failed)
+        assert (shown["status"], shown["progress"], shown["hold_reason"]) == ("failed", 100, None)
+
     def test_items_are_jobs_and_bad_lines_in_order(self, client: TestClient, campaigns: Campaigns) -> None:
         data = jsonl(*(openai_line(n) if n % 3 else {"prompt": n, "custom_id": f"id-{n}"} for n in range(1, 11)))
         campaign_id = campaigns.loaded(data)
@@ -605,7 +629,10 @@ class TestChanging:
         assert {job.hold for job in campaigns.items(campaign_id)} == {"campaign"}
         assert made(client.patch(path, json={"window": None, "budget": None}))["window"] is None
         refused(client.patch(path, json={"priority": None}), 400, "invalid_value", "priority")
-        refused(client.patch(path, json={"input_file_id": "x"}), 400, "unknown_parameter", "input_file_id")
+        for name in ("input_file_id", "proof", "completion_window", "max_attempts", "validate"):
+            error = refused(client.patch(path, json={name: 1}), 400, "unsupported_input", name)
+            assert error["message"].startswith(f"{name} cannot be changed")
+        refused(client.patch(path, json={"prof": 1}), 400, "unknown_parameter", "prof")
         campaigns.stop(campaign_id)
         refused(client.patch(path, json={"max_parallel": 1}), 409, "invalid_state")
         assert made(client.patch(path, json={"name": None}))["name"] is None
@@ -828,6 +855,7 @@ class TestFetching:
         assert (head.status_code, head.content) == (200, b"")
         for name in ("content-type", "content-disposition"):
             assert head.headers[name] == whole.headers[name]
+        assert "content-length" not in head.headers
         refused(client.put(f"/v1/campaigns/{campaign_id}/{path}"), 405, "method_not_allowed")
         assert client.head(f"/v1/campaigns/batch_{'0' * 26}/{path}").status_code == 404
 

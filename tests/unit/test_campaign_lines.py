@@ -353,6 +353,18 @@ class TestTables:
             records(header + b"\nx,y\n", "csv")
         assert (refusal.value.code, refusal.value.param) == (code, param)
 
+    def test_a_header_is_told_the_columns_that_lines_may_have(self) -> None:
+        with pytest.raises(FileUnreadable) as refusal:
+            records(b"prompt,x\np,y\n", "csv")
+        known = str(refusal.value).partition("known: ")[2].split(", ")
+        assert {"custom_id", "prompt", "seed", "metadata.NAME"} <= set(known)
+        assert not {"webhook_url", "callback_url", "webhook_events", "not_before"} & set(known)
+
+    def test_a_line_that_is_null_is_told_so(self) -> None:
+        (found,) = records(b"null\n", "jsonl")
+        assert found.error is not None
+        assert found.error.message.endswith("got null")
+
     def test_columns_without_a_name_may_be_empty(self) -> None:
         found = records(b"custom_id,prompt,,\na,p,,\nb,p,,note\n", "csv")
         assert found[0].value == {"custom_id": "a", "prompt": "p"}

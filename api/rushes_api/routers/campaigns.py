@@ -338,7 +338,7 @@ async def get_archive(
         "X-Content-Type-Options": "nosniff",
     }
     if request.method == "HEAD":
-        return Response(headers=headers, media_type="application/zip")
+        return _head(headers=headers, media_type="application/zip")
     return SeatedResponse(state["archives"], archive.stream(), headers=headers, media_type="application/zip")
 
 
@@ -347,8 +347,18 @@ def _streamed(
 ) -> Response:
     """`pieces`, or for HEAD none of them: nothing is made of what is not begun."""
     if request.method == "HEAD":
-        return Response(headers=dict(headers), media_type=media_type)
+        return _head(headers=headers, media_type=media_type)
     return StreamingResponse(pieces, HTTPStatus.OK, headers=headers, media_type=media_type)
+
+
+def _head(*, headers: Mapping[str, str], media_type: str) -> Response:
+    """The head of what is made as it is sent, without a length."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield b""
+
+    return StreamingResponse(nothing(), HTTPStatus.OK, headers=headers, media_type=media_type)
 
 
 def _shown(state: State) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast
 
-from rushes_core.campaigns.lines import CUSTOM_ID, LineError
+from rushes_core.campaigns.lines import CUSTOM_ID, OF_CAMPAIGNS, LineError
 from rushes_core.errors import InvalidRequest
 from rushes_core.fields import PRIORITIES, is_storable, shown
 from rushes_core.parsing import unsupported
@@ -20,13 +20,6 @@ URL = "/v1/videos"
 
 _ENVELOPE = ("body", "method", "url")
 _PRIORITY_NAMES = {value: name for name, value in PRIORITIES.items()}
-_OF_CAMPAIGNS = {
-    "not_before": "a campaign starts all its lines: its own not_before says when",
-    "webhook_url": "a campaign's own webhook_url is told of its lines",
-    "callback_url": "a campaign's own webhook_url is told of its lines",
-    "webhook_events": "a campaign's own webhook_url is told of its lines",
-}
-"""Members of a request that no line may have, and why."""
 _DURATION = (("seconds", None), ("num_frames", None), ("target", "duration_seconds"))
 _CANVAS = (("size", None), ("target", "short_edge"), ("target", "aspect_ratio"))
 """Members that say the same: a line that has one of them does without the campaign's."""
@@ -129,7 +122,7 @@ def _custom_id(value: Mapping[str, Any], *, is_required: bool) -> str | None:
 
 
 def _item(custom_id: str | None, body: Mapping[str, Any], terms: Terms) -> Item:
-    for name, reason in _OF_CAMPAIGNS.items():
+    for name, reason in OF_CAMPAIGNS.items():
         if body.get(name) is not None:
             raise unsupported(name, reason)
     merged = merge(terms.defaults, body) if terms.defaults else body

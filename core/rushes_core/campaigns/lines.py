@@ -27,6 +27,13 @@ FREE_BYTES = 64 * 1024 * 1024
 INVALID_LINE = "invalid_line"
 LINE_TOO_LONG = "line_too_long"
 CUSTOM_ID = "custom_id"
+OF_CAMPAIGNS = {
+    "not_before": "a campaign starts all its lines: its own not_before says when",
+    "webhook_url": "a campaign's own webhook_url is told of its lines",
+    "callback_url": "a campaign's own webhook_url is told of its lines",
+    "webhook_events": "a campaign's own webhook_url is told of its lines",
+}
+"""Members of a request that no line may have, and why."""
 
 _PIECE_BYTES = 256 * 1024
 _HEAD_BYTES = 4_096
@@ -447,7 +454,8 @@ class _Table:
         # spreadsheets write columns that once had something in them
         for name in filter(None, names) if any(names) else names:
             if not _is_column(name):
-                known = [CUSTOM_ID, *filter(_is_column, VideoRequest.model_fields), f"{_METADATA}NAME"]
+                members = [one for one in VideoRequest.model_fields if _is_column(one) and one not in OF_CAMPAIGNS]
+                known = [CUSTOM_ID, *members, f"{_METADATA}NAME"]
                 known += [f"{parent}.{child}" for parent, children in _NESTED.items() for child in children]
                 raise FileUnreadable(
                     f"the header names no column of requests: {shown(name)}; known: {', '.join(known)}",

@@ -299,6 +299,9 @@ def _within_defaults(error: InvalidRequest) -> InvalidRequest:
     return InvalidFields(inner, error.details) if isinstance(error, InvalidFields) else inner
 
 
+_MEMBERS = frozenset(field.alias or name for name, field in CampaignRequest.model_fields.items())
+
+
 class CampaignChanges(Fields):
     """The body of `PATCH /v1/campaigns/{id}`: what is absent stays, what is null is taken away."""
 
@@ -319,6 +322,13 @@ class CampaignChanges(Fields):
         Raises:
             InvalidRequest
         """
+        for name in members:
+            if name in _MEMBERS and name not in cls.model_fields:
+                raise InvalidRequest(
+                    f"{name} cannot be changed once a campaign is made; what can: {', '.join(cls.model_fields)}",
+                    param=name,
+                    code="unsupported_input",
+                )
         wanted = parse_as(cls, members)
         cleared = {name for name, value in members.items() if value is None and name in cls.model_fields}
         for name in ("priority", "on_failure"):

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from rushes_core.campaigns.forecast import Forecast
 from rushes_core.campaigns.options import ENDPOINT, duration_text
 from rushes_core.campaigns.output import error_members, line_of
-from rushes_core.campaigns.statements import Counts
-from rushes_core.campaigns.tables import Campaign, CampaignLineError
+from rushes_core.campaigns.statements import OPEN_STATES, Counts
+from rushes_core.campaigns.tables import ACTIVE_STATES, Campaign, CampaignLineError
 from rushes_core.listed import Listed
 from rushes_core.models import Job
 from rushes_core.moment import unix_or_none
@@ -190,7 +190,7 @@ def batch_of(campaign: Campaign, counts: Counts, *, eta: CampaignEta | None = No
         priority=PRIORITY_NAMES[campaign.priority],
         paused=campaign.paused_at is not None,
         pause_reason=campaign.pause_reason,  # type: ignore[arg-type]
-        hold_reason=campaign.hold_reason,  # type: ignore[arg-type]
+        hold_reason=campaign.hold_reason if campaign.state in OPEN_STATES else None,  # type: ignore[arg-type]
         progress=progress_of(campaign, counts),
         eta=eta,
         loading=Loading(
@@ -233,8 +233,8 @@ def eta_of(forecast: Forecast) -> CampaignEta | None:
 
 
 def progress_of(campaign: Campaign, counts: Counts) -> int:
-    """Percent of the items that have ended; 100 only once the campaign has."""
-    if campaign.state == "completed":
+    """Percent of the items that have ended, however they have; 100 only and always once the campaign has."""
+    if campaign.state not in ACTIVE_STATES:
         return 100
     # while it is read, nobody knows of how many
     if campaign.loaded_at is None or not counts.total:
