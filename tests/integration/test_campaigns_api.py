@@ -340,6 +340,25 @@ class TestSending:
         assert (found["report"]["valid"], found["report"]["invalid"]) == (1, 1)
         assert found["report"]["errors"][0]["line"] == 2
 
+    @pytest.mark.parametrize("line", [{"prompt": "a dog"}, None])
+    def test_a_dry_run_is_in_lists_if_asked_for_and_leaves_no_file(
+        self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch, line: dict[str, Any] | None
+    ) -> None:
+        monkeypatch.setattr("rushes_api.campaigns.DRY_RUN_SECONDS", 0)
+        data = b"\n" if line is None else jsonl(line)
+        headers = {"Content-Type": "application/jsonl"}
+        dry = made(client.post("/v1/campaigns?dry_run=1", content=data, headers=headers))
+        named = made(client.post("/v1/campaigns", json={"input_file_id": upload(client), "dry_run": True}))
+        real = made(client.post("/v1/campaigns", content=data, headers=headers))
+        campaigns.load()
+        assert get(client, dry["id"])["status"] == ("failed" if line is None else "completed")
+        for path in ("/v1/campaigns", "/v1/batches"):
+            assert [one["id"] for one in made(client.get(path))["data"]] == [real["id"]]
+            found = made(client.get(f"{path}?dry_run=true&order=asc"))["data"]
+            assert [one["id"] for one in found] == [dry["id"], named["id"]]
+        kept = {one["id"] for one in made(client.get("/v1/files"))["data"]}
+        assert kept == {named["input_file_id"], real["input_file_id"]}
+
     def test_a_dry_run_is_answered_with_what_it_found_if_that_is_soon(
         self, client: TestClient, campaigns: Campaigns
     ) -> None:
@@ -400,6 +419,16 @@ class TestSending:
         response = client.post("/v1/campaigns", json={"input_file_id": upload(client)})
         refused(response, 429, "quota_exceeded")
         assert response.headers["x-should-retry"] == "false"
+
+    def test_lines_that_are_still_to_be_loaded_take_their_places(
+        self, client: TestClient, campaigns: Campaigns
+    ) -> None:
+        campaign = send(client)
+        most = campaigns.settings.campaign_max_queued
+        campaigns.execute("UPDATE campaigns SET num_lines = :most + 3, loaded_lines = 3", most=most)
+        refused(client.post("/v1/campaigns", json={"input_file_id": upload(client)}), 429, "queue_full")
+        made(client.post(f"/v1/campaigns/{campaign['id']}/cancel"))
+        made(client.post("/v1/campaigns", json={"input_file_id": upload(client)}))
 
     def test_its_jobs_do_not_fill_the_queue_of_the_key(self, client: TestClient, campaigns: Campaigns) -> None:
         key = bearer(create_key(client, max_queued=1, scopes=["batches", "videos:write"]))
@@ -861,6 +890,20 @@ class TestFetching:
 
 
 class TestDeleting:
+    def test_a_file_that_came_with_it_goes_with_it_unless_another_one_is_read_from_it(
+        self, client: TestClient, campaigns: Campaigns
+    ) -> None:
+        first = made(client.post("/v1/campaigns", json={"requests": [{"prompt": "a dog"}]}))
+        second = made(client.post("/v1/campaigns", json={"requests": [{"prompt": "a cat"}]}))
+        named = made(client.post("/v1/campaigns", json={"input_file_id": upload(client)}))
+        reader = made(client.post("/v1/campaigns", json={"input_file_id": second["input_file_id"]}))
+        for one in (first, second, named):
+            made(client.delete(f"/v1/campaigns/{one['id']}"))
+        kept = {one["id"] for one in made(client.get("/v1/files"))["data"]}
+        assert kept == {second["input_file_id"], named["input_file_id"]}
+        campaigns.load()
+        assert get(client, reader["id"])["request_counts"]["total"] == 1
+
     def test_what_would_go_is_told_first(
         self, client: TestClient, campaigns: Campaigns, api_settings: Settings, tmp_path: Path
     ) -> None:
