@@ -180,6 +180,7 @@ async def delete(campaign_id: str, *, caller: Caller, session: AsyncSession) -> 
     if campaign.state in _STOPPABLE:
         await _stop(session, campaign_id)
     await session.execute(statements.delete(campaign_id))
+    await session.execute(statements.delete_input(campaign_id))
     for file_id in (campaign.output_file_id, campaign.error_file_id):
         if file_id is not None:
             await session.execute(files.delete_file(file_id, project=caller.project))

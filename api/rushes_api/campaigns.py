@@ -271,7 +271,7 @@ async def _accept(
             else:
                 await check_room(session, state["settings"], project=caller.project, num_bytes=sent.num_bytes)
                 await session.execute(files.create(project=caller.project, purpose="batch", **sent.columns))
-                columns["input_file_id"] = sent.id
+                columns |= {"input_file_id": sent.id, "owns_input": True}
             if wanted.webhook is not None:
                 columns["webhook"] = await state["webhooks"].of_job(
                     wanted.webhook, project=caller.project, session=session

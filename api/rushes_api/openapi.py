@@ -247,7 +247,7 @@ _QUERY_OF_FILES: dict[str, Object] = {
     "purpose": {"description": "Only those for this purpose", "schema": {"enum": list(ALL_PURPOSES)}},
 }
 _DRY_RUN: Object = {
-    "description": "Say what would be, and do nothing",
+    "description": "Say what would be, and do nothing; of a list: only dry runs, which it has not otherwise",
     "schema": {"enum": ["0", "1", "true", "false"]},
 }
 _QUERY_OF_OPTIONS: dict[str, Object] = {

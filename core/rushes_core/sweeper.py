@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from rushes_core import files, jobs, leftovers, replicas
+from rushes_core.campaigns import statements
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -81,11 +82,12 @@ class Sweeper:
                 log.info("late_objects_removed", job_id=job.id, count=count)
 
     def tidy(self) -> None:
-        """Remove what has had its time: old keys, idle shares, unfinished uploads, clips beyond retention.
+        """Remove what has had its time: old keys and dry runs, idle shares, unfinished uploads, clips beyond retention.
 
         What fails is logged and left to the next pass; the rest is done all the same.
         """
-        for step in (self._forget_keys, self._forget_idle_shares, self._abort_uploads, self._remove_outlived):
+        rows = (self._forget_keys, self._forget_dry_runs, self._forget_idle_shares)
+        for step in (*rows, self._abort_uploads, self._remove_outlived):
             try:
                 step()
             except (DBAPIError, StorageError) as error:
@@ -234,6 +236,12 @@ class Sweeper:
             with self._engine.begin() as connection:
                 if not connection.execute(leftovers.forget_idempotency_keys()).all():
                     return
+
+    def _forget_dry_runs(self) -> None:
+        with self._engine.begin() as connection:
+            for campaign_id in connection.execute(statements.forget_dry_runs()).scalars().all():
+                connection.execute(statements.delete_input(campaign_id))
+                log.info("dry_run_forgotten", campaign_id=campaign_id)
 
     def _abort_uploads(self) -> None:
         for store in self._store.buckets:

@@ -429,6 +429,7 @@ def upgrade() -> None:
         sa.Column("hold_reason", sa.String(length=16), nullable=True),
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("input_file_id", sa.Text(), nullable=False),
+        sa.Column("owns_input", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("input_format", sa.String(length=8), nullable=True),
         sa.Column("defaults", _jsonb(), server_default=sa.text("'{}'::jsonb"), nullable=False),
         sa.Column("metadata", _jsonb(), server_default=sa.text("'{}'::jsonb"), nullable=False),

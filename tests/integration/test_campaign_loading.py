@@ -22,6 +22,7 @@ from rushes_core.models import MeasuredTime
 from rushes_core.queue import CAMPAIGN_QUEUE
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_core.sweeper import Sweeper
 from rushes_worker.campaigns import chunks
 from rushes_worker.campaigns.copying import copy_rows
 from sqlalchemy import Connection
@@ -511,6 +512,26 @@ class TestOnlyReading:
         assert campaigns.items(campaign_id) == []
         assert campaigns.counts(campaign_id) == {}
         assert campaigns.bad_lines(campaign_id) == {}
+
+    def test_a_dry_run_is_forgotten_a_day_after_its_end(self, campaigns: Campaigns) -> None:
+        data = jsonl(openai_line(1))
+        old, unread, late, real = (
+            campaigns.loaded(data, dry_run=True),
+            campaigns.loaded(data, dry_run=True),
+            campaigns.loaded(data, dry_run=True),
+            campaigns.loaded(data),
+        )
+        for one, hours in ((old, 25), (unread, 25), (late, 23), (real, 25)):
+            ended = "UPDATE campaigns SET completed_at = now() - make_interval(hours => :hours) WHERE id = :id"
+            campaigns.execute(ended, id=one, hours=hours)
+        campaigns.execute("UPDATE campaigns SET state = 'validating', loaded_at = NULL WHERE id = :id", id=unread)
+        campaigns.execute("UPDATE campaigns SET state = 'completed' WHERE id = :id", id=real)
+        sweeper = Sweeper(campaigns.settings)
+        sweeper.tidy()
+        sweeper.close()
+        gone = {one for one in (old, unread, late, real) if campaigns.read(one).deleted_at is not None}
+        assert gone == {old}
+        assert campaigns.read(old).purged_at is not None
 
     def test_a_dry_run_tells_the_first_thousand_bad_lines(self, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(b"{\n" * 1_500, dry_run=True)

@@ -26,7 +26,7 @@ from rushes_api.video_filters import metadata_filter
 
 router = APIRouter(prefix="/v1/batches", tags=["campaigns"])
 
-LIST_PARAMETERS = (*PAGE_PARAMETERS, "status", "metadata[]")
+LIST_PARAMETERS = (*PAGE_PARAMETERS, "status", "metadata[]", "dry_run")
 SUBMIT_PARAMETERS = ("dry_run", "validate")
 SUBMIT_RESPONSES = responses(
     "file_not_found", "model_not_found", "quota_exceeded", "queue_full", "priority_not_allowed", "file_deleted"
@@ -83,7 +83,9 @@ async def listed(parameters: Mapping[str, str], *, project: str, session: AsyncS
     states = None
     if "status" in parameters:
         states = tuple(one_of("status", word, STATES) for word in parameters["status"].split(","))
-    statement = statements.listed(project=project, filters=Filters(states, metadata_filter(parameters)))
+    dry_runs = one_of("dry_run", parameters.get("dry_run", "0"), ("0", "1", "true", "false")) in ("1", "true")
+    filters = Filters(states, metadata_filter(parameters), dry_runs=dry_runs)
+    statement = statements.listed(project=project, filters=filters)
     rows = (await session.execute(wanted.rows(statement, Campaign.id))).scalars().all()
     shown = await batches_in(session, rows, state)
     return answer(BatchList.of(shown, lambda one: one, limit=wanted.limit))

@@ -230,7 +230,8 @@ async def delete_campaign(
     session: Session,
 ) -> Response:
     """Hide it, its jobs and its output files for good; one that goes on is cancelled first. Clips are removed from the
-    store afterwards. The file that it was made from stays. Repeated, it answers alike. With `dry_run`, nothing happens.
+    store afterwards. The file that it was made from stays unless it came in the request that made it. Repeated, it
+    answers alike. With `dry_run`, nothing happens.
     """
     is_dry = one_of("dry_run", parameters.get("dry_run", "0"), ("0", "1", "true", "false")) in ("1", "true")
     jobs: int | None = None

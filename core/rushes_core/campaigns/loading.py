@@ -352,7 +352,7 @@ def advance(lease: Lease, *, begin: Position, end: Position, has_items: bool, is
 
 def fail(
     lease: Lease, errors: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None = None
-) -> ReturningUpdate[str]:
+) -> ReturningUpdate[str, bool]:
     """VALIDATING -> failed, as a whole: none of its lines is a job. No row: the lease is lost, or some are."""
     return (
         update(Campaign)
@@ -365,7 +365,7 @@ def fail(
             lease_owner=None,
             lease_until=None,
         )
-        .returning(Campaign.id)
+        .returning(Campaign.id, Campaign.dry_run)
     )
 
 

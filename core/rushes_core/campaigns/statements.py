@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import (
@@ -25,12 +26,14 @@ from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.campaigns.tables import ACTIVE_STATES, Campaign, CampaignCount, CampaignLineError
-from rushes_core.models import Job
+from rushes_core.models import File, Job
 from rushes_core.predicates import in_states
 from rushes_core.states import JobState
 
 CHANGED_AT_ONCE = 1_000
 """Jobs that one `retry_some` or `delete_some` changes at most."""
+DRY_RUN_HOURS = 24
+"""How long a dry run is kept after it ended."""
 OPEN_STATES = ("validating", "in_progress")
 """Those in which a campaign may still be changed."""
 ENDED_STATES = ("completed", "cancelled", "expired")
@@ -67,11 +70,15 @@ class Filters:
 
     states: tuple[str, ...] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    dry_runs: bool = False
+    """Dry runs alone; otherwise none of them."""
 
 
 def listed(*, project: str, filters: Filters) -> Select[Campaign]:
     """The campaigns that a project sees, in no order."""
-    statement = select(Campaign).where(Campaign.project == project, Campaign.deleted_at.is_(None))
+    statement = select(Campaign).where(
+        Campaign.project == project, Campaign.deleted_at.is_(None), Campaign.dry_run == filters.dry_runs
+    )
     if filters.states is not None:
         statement = statement.where(Campaign.state.in_(filters.states))
     if filters.metadata:
@@ -246,6 +253,36 @@ def delete(campaign_id: str) -> ReturningUpdate[Campaign]:
     """Hide a campaign for good. `delete_some` deletes its jobs."""
     statement = _update().where(Campaign.id == campaign_id, Campaign.deleted_at.is_(None))
     return statement.values(deleted_at=func.now()).returning(Campaign)
+
+
+def delete_input(campaign_id: str) -> Update:
+    """Make a tombstone of the file that came with a campaign, unless another one is still to be read from it."""
+    own = select(Campaign.input_file_id).where(Campaign.id == campaign_id, Campaign.owns_input).scalar_subquery()
+    is_wanted = exists().where(
+        Campaign.input_file_id == File.id,
+        Campaign.id != campaign_id,
+        Campaign.state.in_(ACTIVE_STATES),
+        Campaign.loaded_at.is_(None),
+        Campaign.deleted_at.is_(None),
+    )
+    return (
+        update(File)
+        .where(File.id == own, File.deleted_at.is_(None), ~is_wanted)
+        .values(deleted_at=func.now())
+        .execution_options(synchronize_session=False)
+    )
+
+
+def forget_dry_runs() -> ReturningUpdate[str]:
+    """Delete dry runs that ended over `DRY_RUN_HOURS` ago."""
+    ended = func.coalesce(Campaign.completed_at, Campaign.failed_at, Campaign.cancelled_at)
+    before = func.now() - timedelta(hours=DRY_RUN_HOURS)
+    return (
+        _update()
+        .where(Campaign.dry_run, Campaign.deleted_at.is_(None), Campaign.state.not_in(ACTIVE_STATES), ended < before)
+        .values(deleted_at=func.now(), purged_at=func.now())
+        .returning(Campaign.id)
+    )
 
 
 def delete_some(campaign_id: str, *, after: int = 0) -> ReturningUpdate[int | None]:

@@ -39,6 +39,8 @@ class Campaign(Base):
     are."""
     model: Mapped[str]
     input_file_id: Mapped[str]
+    owns_input: Mapped[bool] = mapped_column(server_default=text("false"))
+    """The file came in the request that made it, and goes with it."""
     input_format: Mapped[str | None] = mapped_column(String(8))
     """`jsonl` or `csv`; null: the file's name and beginning tell."""
     defaults: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 from rushes_core import files
-from rushes_core.campaigns import closing, events, loading
+from rushes_core.campaigns import closing, events, loading, statements
 from rushes_core.campaigns.items import Terms
 from rushes_core.campaigns.lines import BEGINNING, FileUnreadable, Position, Reader, format_of, no_requests, survey
 from rushes_core.campaigns.loading import MAX_FAILURES, Lease
@@ -231,11 +231,15 @@ class Loader:
             if connection.execute(loading.report(lease, report)).one_or_none() is None:
                 raise LeaseLost
             connection.execute(events.tell(lease.campaign_id, "batch.completed"))
+            connection.execute(statements.delete_input(lease.campaign_id))
 
     def _fail(self, lease: Lease, errors: list[dict[str, Any]], report: dict[str, Any] | None = None) -> None:
         with self._engine.begin() as connection:
-            if connection.execute(loading.fail(lease, errors, report)).one_or_none() is not None:
+            failed = connection.execute(loading.fail(lease, errors, report)).one_or_none()
+            if failed is not None:
                 connection.execute(events.tell(lease.campaign_id, "batch.failed"))
+                if failed.dry_run:
+                    connection.execute(statements.delete_input(lease.campaign_id))
             elif connection.execute(loading.break_off(lease, errors)).one_or_none() is not None:
                 # lines that were readable have become jobs, some of which may have run
                 for statement in closing.request_stop(lease.campaign_id):
