@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from rushes_core.states import TRANSITIONS
-from support.faults.checker import ALLOWED, RETRIED, check
+from support.faults.checker import ALLOWED, COUNTED, RETRIED, check
 from support.faults.history import Record
 
 JOB = "video_1"
@@ -119,6 +119,23 @@ class Story:
         return story.records
 
 
+def of_campaign(story: Story) -> None:
+    """The job is line 1 of a campaign whose line 2 is bad, and which has ended."""
+    story.say("campaign", job="batch_1", status=200, seconds=0.1, key="c1", lines=2, bad=[2])
+    story.job |= {"campaign_id": "batch_1", "line": 1, "num_frames": 107, "width": 64, "height": 64}
+    story.say("dump.campaigns", id="batch_1", state="completed")
+    story.say("dump.campaign_line_errors", campaign_id="batch_1", line=2)
+    for shard in (0, 1):
+        counts = dict.fromkeys(COUNTED, 0) | {"completed" if shard else "invalid": 1}
+        story.say("dump.campaign_counts", campaign_id="batch_1", shard=shard, **counts)
+    story.outbox = []
+    tell_end(story)
+
+
+def tell_end(story: Story, state: str = "completed", number: int = 1) -> None:
+    story.say("dump.outbox", job_id="batch_1", type=f"batch.{state}", generation=number)
+
+
 def caught(story: Story) -> set[tuple[str, str]]:
     return {(violation.invariant, violation.kind) for violation in check(story.told())}
 
@@ -135,7 +152,7 @@ def retry(story: Story) -> None:
     story.outbox.append(("video.completed", 2))
 
 
-@pytest.mark.parametrize("tell", [lambda s: None, Story.requeue, Story.cancel_in_queue, retry])
+@pytest.mark.parametrize("tell", [lambda s: None, Story.requeue, Story.cancel_in_queue, retry, of_campaign])
 def test_good_history_passes(tell: Callable[[Story], None]) -> None:
     story = Story()
     tell(story)
@@ -155,6 +172,14 @@ def test_limit_that_is_kept_and_pauses_of_others_or_at_other_times_pass() -> Non
     story.say("meta", max_running={"key_1": 1, "key_2": 0})
     pause(story, 2.5, 4.5)
     pause(story, 0.0, 9.0, project="another")
+    assert caught(story) == set()
+
+
+def test_campaign_that_ends_again_after_a_retry_passes() -> None:
+    story = Story()
+    of_campaign(story)
+    story.say("campaign retry_failed", job="batch_1", status=200, seconds=0.1)
+    tell_end(story, number=2)
     assert caught(story) == set()
 
 
@@ -340,6 +365,48 @@ def pause(story: Story, begin: float, end: float, project: str = "default") -> N
         story.say("mark", t=at, name=name, project=project)
 
 
+def campaign_without(op: str) -> Change:
+    def tell(story: Story) -> None:
+        of_campaign(story)
+        story.records = [record for record in story.records if record["op"] != op]
+
+    return tell
+
+
+def campaign_with_another_end(state: str) -> Change:
+    def tell(story: Story) -> None:
+        of_campaign(story)
+        tell_end(story, state, number=2)
+
+    return tell
+
+
+def miscounted_campaign(story: Story) -> None:
+    of_campaign(story)
+    story.say("dump.campaign_counts", campaign_id="batch_1", shard=2, **dict.fromkeys(COUNTED, 0) | {"failed": 1})
+
+
+def line_loaded_twice(story: Story) -> None:
+    of_campaign(story)
+    story.say("dump.jobs", **story.job | {"id": "video_2"})
+
+
+def line_never_loaded(story: Story) -> None:
+    of_campaign(story)
+    story.job["line"] = 3
+
+
+def good_line_refused(story: Story) -> None:
+    of_campaign(story)
+    story.job["line"] = 3
+    story.say("dump.campaign_line_errors", campaign_id="batch_1", line=1)
+
+
+def campaign_that_goes_on(story: Story) -> None:
+    campaign_without("dump.campaigns")(story)
+    story.say("dump.campaigns", id="batch_1", state="in_progress")
+
+
 @pytest.mark.parametrize(
     ("tell", "invariant", "kind"),
     [
@@ -382,6 +449,17 @@ def pause(story: Story, begin: float, end: float, project: str = "default") -> N
         (hanging_request, "I15", "stuck"),
         (more_than_the_limit, "I16", "other"),
         (lambda story: pause(story, 0.5, 3.0), "I17", "other"),
+        (campaign_without("dump.campaigns"), "I18", "lost"),
+        (campaign_without("dump.campaign_counts"), "I18", "other"),
+        (campaign_without("dump.campaign_line_errors"), "I18", "lost"),
+        (campaign_without("dump.outbox"), "I18", "lost"),
+        (campaign_with_another_end("completed"), "I18", "duplicated effect"),
+        (campaign_with_another_end("cancelled"), "I18", "other"),
+        (miscounted_campaign, "I18", "other"),
+        (line_loaded_twice, "I18", "duplicated effect"),
+        (line_never_loaded, "I18", "lost"),
+        (good_line_refused, "I18", "other"),
+        (campaign_that_goes_on, "I18", "stuck"),
         (discontented_scenario, "X", "other"),
     ],
 )

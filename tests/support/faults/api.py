@@ -4,12 +4,10 @@ import os
 
 from fastapi import FastAPI
 from rushes_api import app
-from rushes_core.canvas import BY_SIZE, Canvas
+from support.faults import canvas  # noqa: F401
 from support.faults.mutants import commit_after_answer, install
 
-SIZE = "64x64"
 COMMIT_AFTER_ANSWER = "commit after answer"
-BY_SIZE[SIZE] = Canvas("1:1", 64, 64, 64)
 
 
 def create_app() -> FastAPI:

@@ -19,6 +19,7 @@
 | I15 the API answers 429 or 503, with a body, in time | `create`, `cancel`, `delete`, `get` | |
 | I16 a key never has more leased jobs than it may | `meta.max_running`, `dump.job_events` | queued ones that are open |
 | I17 nothing of a paused project is claimed | `mark paused`, `mark resumed`, `dump.job_events` | claims within 1 s |
+| I18 campaigns count what there is, one job a good line, one end told | `campaign`, their dumps | counts on the way |
 | X | `expect` records: what one scenario demands beyond these | |
 """
 
@@ -59,6 +60,10 @@ START_SLACK_SECONDS = 1.0
 CLAIM_SECONDS = 5.0
 MAX_ANSWER_SECONDS = 10.5
 
+CAMPAIGN_OPS = ("campaign", "campaign pause", "campaign resume", "campaign cancel", "campaign retry_failed")
+CAMPAIGN_ENDS = frozenset({"completed", "failed", "cancelled", "expired"})
+COUNTED = ("queued", "in_progress", "completed", "failed", "cancelled", "expired", "invalid", "remaining_cost")
+
 LOST, DUPLICATED, AFTER_CANCEL, STALE, STUCK, OTHER = (
     "lost",
     "duplicated effect",
@@ -93,11 +98,11 @@ class View:
         for record in sorted(history, key=lambda record: record["t_wall"]):
             self._by_op[record["op"]].append(record)
         self.meta: dict[str, Any] = {k: v for record in self.ops("meta") for k, v in record["data"].items()}
-        self.jobs: dict[str, dict[str, Any]] = {row["id"]: row for row in self._rows("jobs")}
+        self.jobs: dict[str, dict[str, Any]] = {row["id"]: row for row in self.rows("jobs")}
         self.events = self._grouped("job_events", "id")
         self.attempts = self._grouped("job_attempts", "fence")
         self.objects = {record["data"]["key"]: record["data"] for record in self.ops("dump.object")}
-        self.outbox: list[dict[str, Any]] | None = self._rows("outbox") if self.ops("dump.has_outbox") else None
+        self.outbox: list[dict[str, Any]] | None = self.rows("outbox") if self.ops("dump.has_outbox") else None
 
     def ops(self, *names: str) -> list[Record]:
         return [record for name in names for record in self._by_op[name]]
@@ -111,12 +116,13 @@ class View:
         """What workers logged under `event`."""
         return [record for record in self.ops("log") if record["data"].get("event") == event]
 
-    def _rows(self, table: str) -> list[dict[str, Any]]:
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """What a table held at the end."""
         return [record["data"] for record in self.ops(f"dump.{table}")]
 
     def _grouped(self, table: str, order: str) -> dict[str, list[dict[str, Any]]]:
         groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for row in sorted(self._rows(table), key=lambda row: row[order]):
+        for row in sorted(self.rows(table), key=lambda row: row[order]):
             groups[row["job_id"]].append(row)
         return groups
 
@@ -278,7 +284,9 @@ def _one_outbox_row_per_final_transition(view: View) -> Iterator[Violation]:
             yield Violation("I8", OTHER, job_id, f"outbox says {states[0]} of generation {generation}")
     for (job_id, generation), state in finals.items():
         job = view.jobs.get(job_id)
-        if (job_id, generation) not in rows and job is not None and not job.get("deleted_at"):
+        # a campaign tells of its end, not of its jobs'
+        is_told = job is not None and not job.get("deleted_at") and not job.get("campaign_id")
+        if (job_id, generation) not in rows and is_told:
             yield Violation("I8", LOST, job_id, f"no outbox row for {state} of generation {generation}")
 
 
@@ -333,6 +341,7 @@ def _nothing_is_left(view: View) -> Iterator[Violation]:
     results = [job["result"] or {} for job in view.jobs.values() if not job.get("deleted_at")]
     pointed = {result.get("key") for result in results}
     pointed |= {variant["key"] for result in results for variant in result.get("variants", {}).values()}
+    pointed |= {f"files/{file['project']}/{file['id']}" for file in view.rows("files")}
     for key in view.objects.keys() - pointed:
         parts = key.split("/")
         if len(parts) != 5 or parts[0] != "results":
@@ -377,7 +386,7 @@ def _urgent_jobs_do_not_wait(view: View) -> Iterator[Violation]:
 
 
 def _the_api_answers(view: View) -> Iterator[Violation]:
-    for record in view.ops("create", "cancel", "delete", "get", "retry"):
+    for record in view.ops("create", "cancel", "delete", "get", "retry", *CAMPAIGN_OPS):
         data = record["data"]
         status, seconds = data.get("status"), data.get("seconds", 0.0)
         if record["phase"] == "invoke":
@@ -427,6 +436,65 @@ def _nothing_paused_is_claimed(view: View) -> Iterator[Violation]:
                 yield Violation("I17", OTHER, job_id, f"claimed {late[0] - start:.1f} s after {project} was paused")
 
 
+def _campaigns_count_what_there_is(view: View) -> Iterator[Violation]:
+    counted: dict[str, Counter[str]] = defaultdict(Counter)
+    for job in view.jobs.values():
+        if batch_id := job.get("campaign_id"):
+            counted[batch_id]["in_progress" if job["state"] in LEASED else job["state"]] += 1
+            if job["state"] not in FINAL:
+                counted[batch_id]["remaining_cost"] += job["num_frames"] * job["width"] * job["height"] // 10_000
+    for error in view.rows("campaign_line_errors"):
+        counted[error["campaign_id"]]["invalid"] += 1
+    kept: dict[str, Counter[str]] = defaultdict(Counter)
+    for shard in view.rows("campaign_counts"):
+        for name in COUNTED:
+            kept[shard["campaign_id"]][name] += shard[name]
+    for campaign in view.rows("campaigns"):
+        mine, there = kept[campaign["id"]], counted[campaign["id"]]
+        for name in COUNTED:
+            if mine[name] != there[name]:
+                yield Violation("I18", OTHER, campaign["id"], f"counts {mine[name]} {name}, its rows say {there[name]}")
+
+
+def _every_good_line_is_one_job(view: View) -> Iterator[Violation]:
+    campaigns = {campaign["id"] for campaign in view.rows("campaigns")}
+    jobs = Counter((job.get("campaign_id"), job.get("line")) for job in view.jobs.values())
+    errors = Counter((error["campaign_id"], error["line"]) for error in view.rows("campaign_line_errors"))
+    for record in view.ops("campaign"):
+        batch_id, data = record["job"], record["data"]
+        if record["phase"] != "ok":
+            continue
+        if batch_id not in campaigns:
+            yield Violation("I18", LOST, batch_id, "accepted, and no row of it exists")
+            continue
+        for line in range(1, data["lines"] + 1):
+            wanted = (0, 1) if line in data["bad"] else (1, 0)
+            found = jobs[batch_id, line], errors[batch_id, line]
+            if found != wanted:
+                kind = DUPLICATED if sum(found) > 1 else OTHER if sum(found) else LOST
+                yield Violation("I18", kind, batch_id, f"line {line} is {found[0]} jobs and {found[1]} errors")
+
+
+def _campaigns_tell_of_their_end_once(view: View) -> Iterator[Violation]:
+    if view.outbox is None:
+        return
+    retries = Counter(record["job"] for record in view.ops("campaign retry_failed") if record["phase"] != "invoke")
+    for campaign in view.rows("campaigns"):
+        batch_id, state = campaign["id"], campaign["state"]
+        if state not in CAMPAIGN_ENDS:
+            yield Violation("I18", STUCK, batch_id, f"still {state} at the end")
+            continue
+        mine = sorted((row for row in view.outbox if row["job_id"] == batch_id), key=generation_of)
+        ends = [kind for kind in (row["type"].removeprefix("batch.") for row in mine) if kind in CAMPAIGN_ENDS]
+        if not ends:
+            yield Violation("I18", LOST, batch_id, f"{state}, and nobody is told")
+        elif ends[-1] != state:
+            yield Violation("I18", OTHER, batch_id, f"{state}, and the last event says {ends[-1]}")
+        # each retry may have it end once more
+        if len(ends) > 1 + retries[batch_id]:
+            yield Violation("I18", DUPLICATED, batch_id, f"{len(ends)} events of its end, {retries[batch_id]} retries")
+
+
 def _scenario_is_content(view: View) -> Iterator[Violation]:
     for record in view.ops("expect"):
         if not record["data"]["holds"]:
@@ -451,5 +519,8 @@ INVARIANTS: tuple[Callable[[View], Iterator[Violation]], ...] = (
     _the_api_answers,
     _keys_keep_to_their_limits,
     _nothing_paused_is_claimed,
+    _campaigns_count_what_there_is,
+    _every_good_line_is_one_job,
+    _campaigns_tell_of_their_end_once,
     _scenario_is_content,
 )

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import httpx
 from support.api import API_KEY
-from support.faults.api import SIZE
+from support.faults.canvas import SIZE
 from support.faults.history import History
 
 CLIENT_TIMEOUT_SECONDS = 15.0
@@ -61,6 +61,27 @@ class Client:
     def content(self, job_id: str) -> httpx.Response | None:
         return self._call("get", "GET", f"/v1/videos/{job_id}/content", job=job_id)
 
+    def send_campaign(self, data: bytes, *, key: str, bad: Sequence[int]) -> str:
+        """Send a file of lines, again under the same key while the answer is unknown or 503; the campaign's id.
+
+        Args:
+            bad: the lines of it that cannot become jobs, from 1.
+        """
+        headers = {"Idempotency-Key": key, "Content-Type": "application/jsonl"}
+        told = {"key": key, "lines": len(data.splitlines()), "bad": list(bad)}
+        for _ in range(20):
+            answer = self._call("campaign", "POST", "/v1/campaigns", content=data, headers=headers, **told)
+            if answer is not None and answer.is_success:
+                batch_id: str = answer.json()["id"]
+                return batch_id
+            time.sleep(0.5)
+        raise TimeoutError("no campaign was accepted")
+
+    def change_campaign(self, batch_id: str, what: str, **members: Any) -> httpx.Response | None:
+        """`what` is the last part of the path: `pause`, `cancel`, `retry_failed`."""
+        path = f"/v1/campaigns/{batch_id}/{what}"
+        return self._call(f"campaign {what}", "POST", path, job=batch_id, json=members or None)
+
     def ask(self, method: str, path: str, **members: Any) -> dict[str, Any]:
         """Something that an operator does; it must work."""
         answer = self._http.request(method, path, json=members or None)
@@ -79,13 +100,14 @@ class Client:
         *,
         job: str | None = None,
         json: Any = None,
+        content: bytes | None = None,
         headers: dict[str, str] | None = None,
         **data: Any,
     ) -> httpx.Response | None:
         began = time.monotonic()
         self._history.add(op, "invoke", proc="client", job=job, **data)
         try:
-            answer = self._http.request(method, path, json=json, headers=headers)
+            answer = self._http.request(method, path, json=json, content=content, headers=headers)
         except httpx.HTTPError as error:
             seconds = time.monotonic() - began
             self._history.add(op, "info", proc="client", job=job, seconds=seconds, error=repr(error), **data)
@@ -93,7 +115,7 @@ class Client:
         seconds = time.monotonic() - began
         phase = "ok" if answer.is_success else "info" if answer.status_code >= 500 else "fail"
         code = None
-        if answer.is_success and op == "create":
+        if answer.is_success and op in ("create", "campaign"):
             job = answer.json()["id"]
         elif not answer.is_success:
             with suppress(ValueError, KeyError, TypeError):

@@ -33,7 +33,8 @@ from support.stack import libpq_url, s3_client, settings_of
 
 LEASE_SECONDS = 4
 QUIESCE_SECONDS = 120.0
-TABLES = ("jobs", "job_attempts", "job_events", "outbox", "replicas")
+CAMPAIGN_TABLES = ("files", "campaigns", "campaign_counts", "campaign_line_errors")
+TABLES = ("jobs", "job_attempts", "job_events", "outbox", "replicas", *CAMPAIGN_TABLES)
 FINAL = ("completed", "failed", "cancelled", "expired")
 
 
@@ -56,6 +57,7 @@ class Cluster:
         self.recovery_seconds: float | None = None
         self.workers: list[Worker] = []
         self.parts: list[Process] = []
+        self.dispatchers: list[Process] = []
         self.fault_env = {"FAULT_MUTANT": mutant} if mutant else {}
         self._checkpoint = tiny_checkpoint(folder)
         self._settings = self._settings_of(self.env)
@@ -143,6 +145,14 @@ class Cluster:
         environment = settings_environment(self.settings(**changes)) | self.fault_env | (env or {})
         number = len(self.parts)
         process = Process(["-m", "support.faults.dispatcher"], environment, self.folder / f"dispatcher-{number}.log")
+        self.parts.append(process)
+        self.dispatchers.append(process)
+        return process
+
+    def start_loader(self, env: dict[str, str] | None = None) -> Process:
+        """Start a loader; `FAULT_CHUNK_SECONDS` in `env` is how long each chunk takes it."""
+        environment = settings_environment(self.settings()) | self.fault_env | (env or {})
+        process = Process(["-m", "support.faults.loader"], environment, self.folder / f"loader-{len(self.parts)}.log")
         self.parts.append(process)
         return process
 
@@ -280,16 +290,18 @@ class Cluster:
     # the end
 
     def quiesce(self) -> None:
-        """Wait until every job has ended and deleted ones are purged, as long as that may take."""
+        """Wait until every job and campaign has ended and deleted jobs are purged, as long as that may take."""
         with suppress(TimeoutError):
             self.until(self._is_at_rest, seconds=QUIESCE_SECONDS)
 
     def _is_at_rest(self) -> bool:
         (row,) = self.query(
             "SELECT count(*) FILTER (WHERE state NOT IN ('completed', 'failed', 'cancelled', 'expired')) AS open, "
-            "count(*) FILTER (WHERE deleted_at IS NOT NULL AND purged_at IS NULL) AS unpurged FROM jobs"
+            "count(*) FILTER (WHERE deleted_at IS NOT NULL AND purged_at IS NULL) AS unpurged, "
+            "(SELECT count(*) FROM campaigns WHERE state IN ('validating', 'in_progress', 'finalizing', 'cancelling')) "
+            "AS active FROM jobs"
         )
-        return not row["open"] and not row["unpurged"]
+        return not any(row.values())
 
     def finish(self) -> None:
         """Quiesce, stop everything, and write down what there is."""

@@ -2,7 +2,8 @@
 
 Every line is one object: `t_mono`, `t_wall`, `proc`, `op`, `phase` (`invoke`, `ok`, `fail`, or `info` for an outcome
 that nobody knows), `job`, `generation`, `attempt`, `fence`, `data`. The last dump comes as one line a row: `dump.jobs`,
-`dump.job_attempts`, `dump.job_events`, `dump.outbox`, `dump.object`; the database's times are seconds since the epoch.
+`dump.job_attempts`, `dump.job_events`, `dump.outbox`, `dump.object`, those of campaigns and files; the database's
+times are seconds since the epoch.
 """
 
 import json

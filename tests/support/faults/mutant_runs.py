@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.faults import campaign_rows
 from support.faults.checker import Violation, check
 from support.faults.cluster import Cluster
 from support.faults.history import load
@@ -122,6 +123,21 @@ def _paused_jobs(cluster: Cluster) -> None:
     cluster.client.ask("POST", "/v1/queue/resume")
 
 
+def _count_no_failures(cluster: Cluster) -> None:
+    """What counts the jobs of a campaign forgets those that fail."""
+    with cluster.servers.connect(cluster.env) as connection:
+        found = connection.execute("SELECT pg_get_functiondef('count_campaign_job'::regproc)").fetchone()
+        assert found is not None
+        mutated = found[0].replace("failed = counts.failed + excluded.failed", "failed = counts.failed")
+        assert mutated != found[0]
+        connection.execute(mutated)
+
+
+def _campaign(cluster: Cluster) -> None:
+    campaign_rows.start(cluster)
+    campaign_rows.ends(cluster, campaign_rows.send(cluster, lines=12))
+
+
 def _cancel_while_claimed(cluster: Cluster) -> None:
     """A worker is stopped between claim and start, and its job is cancelled meanwhile."""
     job_id, stopped = at_point(cluster, "before start:stop")
@@ -152,4 +168,5 @@ MUTANT_RUNS: dict[str, Mutant] = {
     ),
     "every held job is opened": Mutant("none, two workers", _limited_jobs, "", _open_everything),
     "claims ignore pauses": Mutant("none", _paused_jobs, "no pause"),
+    "failed jobs of campaigns are not counted": Mutant("none", _campaign, "", _count_no_failures),
 }
