@@ -4,7 +4,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +13,7 @@ from rushes_core.ids import is_campaign_id
 
 from rushes_cli.campaigns import flags, manifest
 from rushes_cli.campaigns.client import PATIENCE_SECONDS, Client, from_environment
-from rushes_cli.campaigns.download import Fetcher, Rate, fetch_all
+from rushes_cli.campaigns.download import Fetcher, Rate, alone_in, fetch_all
 from rushes_cli.campaigns.shown import (
     Line,
     bar,
@@ -20,6 +21,7 @@ from rushes_cli.campaigns.shown import (
     counts_text,
     describe,
     duration_text,
+    items_text,
     plain,
     report_lines,
     status_words,
@@ -32,16 +34,20 @@ POLL_SECONDS = 2.0
 WATCH_PATIENCE_SECONDS = 3_600.0
 """How long `watch` waits for an API that is away."""
 MAX_PARALLEL = 64
+KEEP_CHECKED_SECONDS = 3_600
+"""How long the file of a dry run is kept: the shortest that the API takes."""
 SHOWN_ERRORS = 10
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 OUTCOMES = {"completed": 0, "failed": 4, "cancelled": 5, "expired": 6}
 SOME_FAILED = 3
-"""Exit status of a campaign that completed with failed items, and of a download that lacks clips."""
+"""Exit status of a campaign that completed with failed items, of a dry run that found bad lines, and of a download that
+lacks clips."""
+UNUSABLE = OUTCOMES["failed"]
 _STATUSES = """\
 exit status of watch and of submit --follow: 0 all items completed, 3 some did not, 4 the campaign failed as a whole,
-5 cancelled, 6 expired; of download: 3 a clip is missing or the campaign goes on; of all: 1 an error, 2 wrong usage,
-130 Ctrl-C"""
+5 cancelled, 6 expired; of submit --dry-run: 0 every line is good, 3 some are not, 4 none is, or the file is unreadable;
+of download: 3 a clip is missing or the campaign goes on; of all: 1 an error, 2 wrong usage, 130 Ctrl-C"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,13 +55,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "campaign",
         help="submit, watch and fetch thousands of clips",
-        description="Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_KEY.",
+        description="Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_KEY: one "
+        "with the scope batches, and for download with videos:read, too.",
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    submit = actions.add_parser("submit", help="send a file of prompts: JSONL or CSV, also compressed by gzip")
+    submit = actions.add_parser(
+        "submit", help="send a file of prompts: JSONL or CSV, also compressed by gzip", epilog=_STATUSES
+    )
     submit.add_argument("file", type=Path, metavar="FILE")
     submit.add_argument("--name", help="default: the file's")
     _add_limits(submit)
@@ -94,6 +103,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     watch.set_defaults(act=_watch)
     listing = actions.add_parser("list", help="list campaigns, the newest first")
     listing.add_argument("--limit", type=_checked(flags.number), default=20, metavar="N", help="default: 20")
+    listing.add_argument("--dry-runs", action="store_true", help="list those of the last day instead")
     listing.set_defaults(act=_list)
     items = actions.add_parser("items", help="list the clips of one")
     items.add_argument(
@@ -183,12 +193,15 @@ def _api(*, patience: float = PATIENCE_SECONDS, line: Line | None = None) -> Ite
 def _submit(arguments: argparse.Namespace) -> int:
     body = _request(arguments)
     path: Path = arguments.file
+    if str(path) == "-":
+        raise UsageError("a campaign is read from a file, which may be sent twice, not from standard input")
     if not path.is_file():
         raise UsageError(f"{path} is no file" if path.exists() else f"there is no file {path}")
     if path.stat().st_size == 0:
         raise UsageError(f"{path} is empty")
     with Line(sys.stderr) as line, _api(line=line) as client:
-        stored = client.upload(lambda: _Shown(path, line), name=path.name)
+        keep_seconds = KEEP_CHECKED_SECONDS if arguments.dry_run else None
+        stored = client.upload(lambda: _Shown(path, line), name=path.name, keep_seconds=keep_seconds)
         campaign = client.post("/v1/campaigns", body | {"input_file_id": stored["id"]})
     if arguments.dry_run:
         return _report(arguments, campaign["id"])
@@ -245,14 +258,19 @@ def _report(arguments: argparse.Namespace, campaign_id: str) -> int:
     campaign = _until_ended(campaign_id, arguments)
     if arguments.json:
         print_json(campaign)
-        return 0 if campaign["status"] == "completed" else OUTCOMES[campaign["status"]]
-    _print_failure(campaign)
+    else:
+        _print_failure(campaign)
+        for text in report_lines(campaign["report"] or {}):
+            print(text)
+    return _verdict(campaign)
+
+
+def _verdict(campaign: dict[str, Any]) -> int:
+    """Exit status of a dry run."""
     report: dict[str, Any] = campaign["report"] or {}
-    for text in report_lines(report):
-        print(text)
-    for error in list(report.get("errors") or [])[:SHOWN_ERRORS]:
-        print(plain(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})"))
-    return OUTCOMES[campaign["status"]]
+    if campaign["status"] != "completed" or not report.get("invalid"):
+        return OUTCOMES[campaign["status"]]
+    return SOME_FAILED if report["valid"] else UNUSABLE
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -301,20 +319,20 @@ def _until_ended(campaign_id: str, arguments: argparse.Namespace) -> dict[str, A
         while True:
             campaign = _get(client, campaign_id)
             key = (status_words(campaign), campaign["progress"], campaign["request_counts"]["failed"])
-            # a dry run has no items
-            line.show(campaign["status"] if campaign["dry_run"] else describe(campaign), key=key)
+            line.show(status_words(campaign) if campaign["dry_run"] else describe(campaign), key=key)
             if campaign["status"] in ENDED and not campaign.get("retrying"):
                 return campaign
             time.sleep(POLL_SECONDS)
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found: list[dict[str, Any]] = []
     with _api() as client:
-        for campaign in client.pages("/v1/campaigns", limit=min(arguments.limit, 100)):
-            found.append(campaign)
-            if len(found) == arguments.limit:
-                break
+        # one more, to know whether there are more
+        chosen = "true" if arguments.dry_runs else None
+        pages = client.pages("/v1/campaigns", limit=min(arguments.limit + 1, 100), dry_run=chosen)
+        found = list(islice(pages, arguments.limit + 1))
+    has_more = len(found) > arguments.limit
+    found = found[: arguments.limit]
     if arguments.json:
         for campaign in found:
             print_json(campaign)
@@ -324,12 +342,14 @@ def _list(arguments: argparse.Namespace) -> int:
             one["id"],
             status_words(one),
             f"{one['progress']} %",
-            counts_text(one["request_counts"]),
+            items_text(one),
             plain(one.get("name") or ""),
         )
         for one in found
     ]
     print_table(("CAMPAIGN", "STATUS", "DONE", "ITEMS", "NAME"), rows)
+    if has_more:
+        print("rushes campaign: there are older ones: --limit shows more", file=sys.stderr)
     return 0
 
 
@@ -398,18 +418,22 @@ def _download(arguments: argparse.Namespace) -> int:
     if arguments.parallel > MAX_PARALLEL:
         raise UsageError(f"--parallel must be at most {MAX_PARALLEL}, got {arguments.parallel}")
     folder: Path = arguments.folder
-    folder.mkdir(parents=True, exist_ok=True)
     if (other := manifest.owner(folder)) not in (None, arguments.id):
         raise UsageError(f"{folder} has the clips of {other}: give each campaign a directory of its own")
     failures: dict[str, str] = {}
-    with Line(sys.stderr) as line, _api(line=line) as client:
+    with ExitStack() as stack:
+        line = stack.enter_context(Line(sys.stderr))
+        client = stack.enter_context(_api(line=line))
         campaign = _get(client, arguments.id)
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(alone_in(folder))
         manifest.save(client, arguments.id, folder / manifest.LINES, form="jsonl")
         statuses, total_bytes = manifest.survey(folder)
         rate = Rate()
         fetcher = Fetcher(client, folder, on_bytes=rate.add)
         missing = [one for one in manifest.clips(folder) if not fetcher.is_here(one, verify=arguments.verify)]
         num_clips, here = statuses["clip"], statuses["clip"] - len(missing)
+        here_bytes = total_bytes - sum(one.bytes for one in missing)
 
         def show() -> None:
             percent = 100 * here / max(num_clips, 1)
@@ -419,6 +443,7 @@ def _download(arguments: argparse.Namespace) -> int:
         for clip, reason in fetch_all(fetcher, missing, parallel=arguments.parallel, tick=show):
             if reason is None:
                 here += 1
+                here_bytes += clip.bytes
             else:
                 failures[clip.name] = reason
             show()
@@ -431,6 +456,7 @@ def _download(arguments: argparse.Namespace) -> int:
         "clips": num_clips,
         "here": here,
         "fetched_bytes": rate.total,
+        "here_bytes": here_bytes,
         "bytes": total_bytes,
         "failed": statuses["failed"],
         "not_finished": statuses["open"],
@@ -446,8 +472,10 @@ def _download(arguments: argparse.Namespace) -> int:
 def _print_download(result: dict[str, Any]) -> None:
     for name, reason in list(result["missing"].items())[:SHOWN_ERRORS]:
         print(f"missing {name}: {reason}")
-    total = bytes_text(result["bytes"])
-    print(f"{result['here']:,} of {result['clips']:,} clips are in {result['folder']} ({total} in all)")
+    amount = bytes_text(result["here_bytes"])
+    if result["here"] < result["clips"]:
+        amount += f" of {bytes_text(result['bytes'])}"
+    print(f"{result['here']:,} of {result['clips']:,} clips are in {result['folder']} ({amount})")
     if result["failed"]:
         print(f"{result['failed']:,} items have no clip: manifest.csv says why")
     if result["not_finished"]:

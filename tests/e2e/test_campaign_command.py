@@ -316,20 +316,28 @@ def test_failed_items_are_run_again_by_their_code(operator: Operator, tmp_path: 
         assert is_new == (one in same)
 
 
-def test_a_dry_run_tells_what_is_wrong_and_makes_nothing(operator: Operator, table: Path) -> None:
-    said = operator.run("submit", table, "--dry-run")
+def test_a_dry_run_tells_what_is_wrong_and_makes_nothing(operator: Operator, table: Path, tmp_path: Path) -> None:
+    said = operator.run("submit", table, "--dry-run", status=3)
     assert "4 requests: 3 good, 1 bad" in said
     assert "321 frames" in said
     assert "line 5" in said
     assert "seconds" in said
-    campaign_id = json.loads(operator.run("list", "--json", "--limit", "1"))["id"]
+    campaign_id = json.loads(operator.run("list", "--dry-runs", "--json", "--limit", "1"))["id"]
     assert operator.get(f"/v1/campaigns/{campaign_id}")["request_counts"]["total"] == 0
+    assert "dry run, completed" in operator.run("list", "--dry-runs", "--limit", "1")
+    assert campaign_id not in operator.run("list")
+    none_good = tmp_path / "none.csv"
+    none_good.write_text("prompt,seconds\na dog,400\n")
+    operator.run("submit", none_good, "--dry-run", status=4)
+    assert json.loads(operator.run("submit", none_good, "--dry-run", "--json", status=4))["report"]["valid"] == 0
 
 
-def test_what_the_api_refuses_is_one_line(operator: Operator, table: Path) -> None:
+def test_what_the_api_refuses_is_one_line(operator: Operator, table: Path, tmp_path: Path) -> None:
     said = operator.run("submit", table, "--completion-window", "1m", status=1)
     assert said.count("\n") <= 2
     assert "completion_window" in said
+    operator.run("download", "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH", tmp_path / "clips", status=1)
+    assert not (tmp_path / "clips").exists()
     said = operator.run("status", "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH", status=1)
     assert "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH" in said
     assert "Traceback" not in said

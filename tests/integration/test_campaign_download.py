@@ -1,6 +1,7 @@
 """Clips of a campaign that are fetched from servers which break off, refuse ranges, or send something else."""
 
 import hashlib
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_cli.campaigns import manifest
 from rushes_cli.campaigns.client import Client
-from rushes_cli.campaigns.download import Clip, Fetcher, NotFetched, fetch_all
+from rushes_cli.campaigns.download import Clip, Fetcher, NotFetched, alone_in, fetch_all
+from rushes_cli.main import UsageError
 
 DATA = bytes(range(256)) * 2_000
 
@@ -151,6 +154,36 @@ class TestDownload:
         with pytest.raises(NotFetched, match="the clip was removed"):
             fetcher.fetch(clip())
         assert len(store.requests) == 1
+
+    def test_a_directory_that_is_called_as_a_clip_is_named(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        (tmp_path / "shot.mp4").mkdir()
+        with pytest.raises(NotFetched, match=r"shot\.mp4 is a directory"):
+            fetcher.fetch(clip())
+        assert [one.name for one in tmp_path.iterdir()] == ["shot.mp4"]
+        assert not store.requests
+
+    def test_a_directory_takes_one_download_at_a_time(self, tmp_path: Path) -> None:
+        with alone_in(tmp_path), pytest.raises(UsageError, match="another download"), alone_in(tmp_path):
+            pass
+        with alone_in(tmp_path):
+            assert not list(tmp_path.iterdir())
+
+    def test_a_manifest_that_cannot_be_written_leaves_nothing(self, store: Store, tmp_path: Path) -> None:
+        # as much as is read at once: a client that leaves in the middle is an error in the server
+        store.data = bytes(2_000)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with serving(store) as url:
+            client = Client(url, "key")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+            try:
+                with pytest.raises(OSError, match=r"manifest\.jsonl"):
+                    manifest.save(client, "batch_1", tmp_path / "manifest.jsonl", form="jsonl")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+                client.close()
+        assert not list(tmp_path.iterdir())
 
     def test_a_changed_file_is_seen_only_when_it_is_read_again(self, fetcher: Fetcher, tmp_path: Path) -> None:
         (tmp_path / "shot.mp4").write_bytes(b"x" * len(DATA))

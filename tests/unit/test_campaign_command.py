@@ -15,7 +15,15 @@ from rushes_cli.campaigns.download import (
     range_headers,
     resume,
 )
-from rushes_cli.campaigns.shown import bytes_text, counts_text, describe, duration_text, plain, report_lines
+from rushes_cli.campaigns.shown import (
+    bytes_text,
+    counts_text,
+    describe,
+    duration_text,
+    items_text,
+    plain,
+    report_lines,
+)
 from rushes_cli.main import UsageError, main
 
 CAMPAIGN_ID = "batch_01K0Z8W5T3N9F6Q2RJ4XCB7MEH"
@@ -130,6 +138,10 @@ class TestUsage:
         monkeypatch.setenv("RUSHES_API_KEY", "operators")
         from_environment().close()
 
+    def test_standard_input_is_no_file(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["campaign", "submit", "-"]) == 2
+        assert "not from standard input" in capsys.readouterr().err
+
     def test_a_file_that_cannot_be_is_named_before_anything_is_sent(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -216,6 +228,25 @@ class TestShown:
         assert "not in this window" in list(report_lines(report | when | {"fits_window": False}))[2]
         assert "unknown" in list(report_lines(report | {"gpu_seconds": None}))[1]
         assert list(report_lines({})) == []
+
+    def test_a_report_says_every_bad_line_that_it_has_and_how_many_more_there_are(self) -> None:
+        errors = [{"line": line, "code": "invalid_value", "message": "seconds \x1b"} for line in range(2, 34)]
+        report = {"lines": 50, "valid": 10, "invalid": 40, "frames": 7, "gpu_seconds": None, "errors": errors}
+        said = list(report_lines(report))
+        assert said[2:-1] == [f"line {line}: seconds \\x1b (invalid_value)" for line in range(2, 34)]
+        assert said[-1] == "and 8 more bad lines"
+        assert list(report_lines(report | {"invalid": 32}))[-1].startswith("line 33")
+
+    def test_a_dry_run_is_called_one(self) -> None:
+        dry_run = CAMPAIGN | {
+            "status": "completed",
+            "dry_run": True,
+            "report": {"lines": 32, "valid": 1, "invalid": 31},
+        }
+        assert "dry run, completed" in describe(dry_run)
+        assert items_text(dry_run) == "1 good, 31 bad"
+        assert items_text(dry_run | {"report": None}) == "none"
+        assert items_text(CAMPAIGN | {"dry_run": False}) == counts_text(COUNTS)
 
     def test_what_a_terminal_would_obey_is_written_out(self) -> None:
         assert plain("夜 \x1b[2J a\nb") == "夜 \\x1b[2J a\\nb"

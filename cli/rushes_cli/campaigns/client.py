@@ -86,19 +86,22 @@ class Client:
         """
         return self._repeat(lambda: self._http.patch(path, json=dict(members)))
 
-    def upload(self, open_file: Callable[[], Any], *, name: str) -> dict[str, Any]:
-        """Store a file of requests; `open_file` is called for every attempt.
+    def upload(self, open_file: Callable[[], Any], *, name: str, keep_seconds: int | None = None) -> dict[str, Any]:
+        """Store a file of requests, until it is deleted or for so long; `open_file` is called for every attempt.
 
         Raises:
             Refused, Unreachable
         """
         headers = {"Idempotency-Key": uuid4().hex}
+        fields = {"purpose": "batch"}
+        if keep_seconds is not None:
+            fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(keep_seconds)}
 
         def send() -> httpx.Response:
             with open_file() as file:
                 return self._http.post(
                     "/v1/files",
-                    data={"purpose": "batch"},
+                    data=fields,
                     files={"file": (name, file, "application/octet-stream")},
                     headers=headers,
                     timeout=httpx.Timeout(600, connect=10),

@@ -3,6 +3,7 @@
 A clip has its name only when it is whole and has the SHA-256 that the manifest says; until then it is `NAME.part`.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rushes_core.campaigns.names import clip_name
 from rushes_core.errors import RushesError
 
 from rushes_cli.campaigns.client import STREAM_TIMEOUT, Client, Refused, refusal, retry_after
+from rushes_cli.main import UsageError
 
 ATTEMPTS = 6
 """In a row without one more byte, after which a clip is given up."""
@@ -84,6 +87,26 @@ def range_headers(clip: Clip, offset: int) -> dict[str, str]:
     return plain if offset == 0 else plain | {"Range": f"bytes={offset}-", "If-Range": f'"{clip.sha256}"'}
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other downloads out of a directory, by a lock that ends with this process.
+
+    Raises:
+        UsageError: there is one.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # some file systems of other machines lock no directory
+        with suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another download writes into {folder}") from None
+        yield
+    finally:
+        os.close(handle)
+
+
 class NotFetched(RushesError):
     """A clip is not here; says why."""
 
@@ -121,6 +144,8 @@ class Fetcher:
             NotFetched
             Stopped: what came so far is kept.
         """
+        if (target := self._folder / clip.name).is_dir():
+            raise NotFetched(f"{target} is a directory")
         part = self._folder / f"{clip.name}.part"
         failures, fresh = 0, False
         while True:
@@ -131,7 +156,7 @@ class Fetcher:
                     state = resume(part, clip)
                 if state.offset == clip.bytes:
                     if state.digest.hexdigest() == clip.sha256:
-                        os.replace(part, self._folder / clip.name)
+                        os.replace(part, target)
                         return
                     part.unlink()
                     if fresh:

@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,15 @@ def save(client: Client, campaign_id: str, target: Path, *, form: str) -> None:
         Refused, Unreachable
     """
     path = f"/v1/campaigns/{campaign_id}/manifest"
-    part = target.with_name(f".{target.name}.new")
     reason = ""
     for attempt in range(5):
         try:
-            with client.stream(path, format=form) as answer, part.open("wb") as file:
+            with client.stream(path, format=form) as answer, _whole(target) as part, part.open("wb") as file:
                 if answer.is_error:
                     answer.read()
                     raise refusal(answer)
                 for piece in answer.iter_bytes():
                     file.write(piece)
-            part.replace(target)
             return
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
@@ -43,6 +42,25 @@ def save(client: Client, campaign_id: str, target: Path, *, form: str) -> None:
             reason = str(error)
         time.sleep(2**attempt / 4)
     raise Unreachable(f"{client.url}: {reason}")
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A path beside `target`, what is written to which takes its place when it is whole, and is gone otherwise.
+
+    Raises:
+        OSError: names `target`.
+    """
+    part = target.with_name(f".{target.name}.new")
+    try:
+        yield part
+        part.replace(target)
+    except OSError as error:
+        # a write that fails names nothing
+        error.filename = error.filename or str(target)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -84,14 +102,16 @@ def save_table(client: Client, campaign_id: str, folder: Path) -> None:
     Raises:
         Refused, Unreachable
     """
-    source, part = folder / f"{TABLE}.part", folder / f".{TABLE}.new"
-    save(client, campaign_id, source, form="csv")
-    with source.open(encoding="utf-8-sig", newline="") as old, part.open("w", encoding="utf-8-sig", newline="") as new:
+    table = folder / TABLE
+    save(client, campaign_id, table, form="csv")
+    with (
+        table.open(encoding="utf-8-sig", newline="") as old,
+        _whole(table) as part,
+        part.open("w", encoding="utf-8-sig", newline="") as new,
+    ):
         rows = csv.DictReader(old)
-        table = csv.DictWriter(new, rows.fieldnames or ())
-        table.writeheader()
+        writer = csv.DictWriter(new, rows.fieldnames or ())
+        writer.writeheader()
         for row in rows:
             is_here = bool(row["file"]) and (folder / row["file"]).is_file()
-            table.writerow(row if is_here else row | {"file": ""})
-    part.replace(folder / TABLE)
-    source.unlink()
+            writer.writerow(row if is_here else row | {"file": ""})

@@ -27,14 +27,15 @@ def bar(percent: float) -> str:
 
 def describe(campaign: dict[str, Any], *, now: datetime | None = None) -> str:
     """Bar, status, counts, and when it ends."""
-    counts = campaign["request_counts"]
-    words = [f"{bar(campaign['progress'])}  {status_words(campaign)}", counts_text(counts)]
+    words = [f"{bar(campaign['progress'])}  {status_words(campaign)}", items_text(campaign)]
     if end := eta_text(campaign.get("eta"), now=now):
         words.append(end)
     return "  ".join(words)
 
 
 def status_words(campaign: dict[str, Any]) -> str:
+    if campaign.get("dry_run"):
+        return f"dry run, {campaign['status']}"
     reason = campaign.get("hold_reason")
     if campaign["status"] in ("in_progress", "validating") and reason is not None:
         return f"{campaign['status']}, {WAITING_WORDS.get(reason, reason)}"
@@ -46,6 +47,14 @@ def counts_text(counts: dict[str, int]) -> str:
     names = ("completed", "failed", "cancelled", "expired", "in_progress", "queued")
     said = [f"{counts.get(name, 0):,} {name.replace('in_progress', 'running')}" for name in names if counts.get(name)]
     return f"{', '.join(said) or 'nothing yet'} of {counts['total']:,}"
+
+
+def items_text(campaign: dict[str, Any]) -> str:
+    """The counts; of a dry run, which has no items, those of its lines."""
+    report: dict[str, Any] = campaign.get("report") or {}
+    if not campaign.get("dry_run"):
+        return counts_text(campaign["request_counts"])
+    return f"{report['valid']:,} good, {report['invalid']:,} bad" if "lines" in report else "none"
 
 
 def eta_text(eta: dict[str, Any] | None, *, now: datetime | None = None) -> str:
@@ -63,7 +72,7 @@ def eta_text(eta: dict[str, Any] | None, *, now: datetime | None = None) -> str:
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """What a dry run found, but for what is wrong with single lines."""
+    """What a dry run found."""
     if "lines" not in report:
         return
     yield f"{report['lines']:,} requests: {report['valid']:,} good, {report['invalid']:,} bad"
@@ -72,6 +81,11 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"{report['frames']:,} frames, GPU time {taken}"
     if end := eta_text(report):
         yield f"{end}, within this window" if report.get("fits_window") else end
+    errors: list[dict[str, Any]] = report.get("errors") or []
+    for error in errors:
+        yield plain(f"line {error.get('line')}: {error.get('message')} ({error.get('code')})")
+    if (more := report["invalid"] - len(errors)) > 0:
+        yield f"and {more:,} more bad lines"
 
 
 def _clock(unix: float, now: datetime | None) -> str:
