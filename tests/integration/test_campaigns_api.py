@@ -769,7 +769,7 @@ class TestChanging:
     def test_a_campaign_that_is_not_there(self, client: TestClient, campaigns: Campaigns) -> None:
         for campaign_id in ("batch_" + "0" * 26, "x", "%00"):
             for method, path in (("GET", ""), ("POST", "/cancel"), ("PATCH", ""), ("DELETE", ""), ("GET", "/archive")):
-                body = {"json": {}} if method == "PATCH" else {}
+                body: dict[str, Any] = {"json": {}} if method == "PATCH" else {}
                 response = client.request(method, f"/v1/campaigns/{campaign_id}{path}", **body)
                 refused(response, 404, "batch_not_found")
 
@@ -966,12 +966,13 @@ def test_nothing_of_another_project_is_found(client: TestClient, campaigns: Camp
     assert len(paths) >= 11
     for path in paths:
         for method in client.get("/openapi.json").json()["paths"][path]:
+            body: dict[str, Any] = {"json": {}} if method in ("post", "patch") else {}
             answers = [
                 client.request(
                     method.upper(),
                     path.replace("{batch_id}", one),
                     headers={**key, "x-request-id": "same"},
-                    **({"json": {}} if method in ("post", "patch") else {}),
+                    **body,
                 )
                 for one in (campaign_id, never)
             ]
