@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 from support.faults.canvas import SIZE
@@ -63,15 +64,22 @@ def under_way(cluster: Cluster, batch_id: str, *, at_least: int) -> None:
     cluster.until(lambda: standing(cluster, batch_id)["completed"] >= at_least, seconds=60)
 
 
-def kill_a_supervisor(cluster: Cluster, batch_id: str) -> str:
-    """Kill the supervisor of a running job of the campaign; the job."""
+def kill_a_supervisor(cluster: Cluster, batch_id: str) -> None:
+    """Kill the supervisor of a running job of the campaign."""
     query = (
-        "SELECT j.id, r.detail FROM jobs j JOIN replicas r ON r.id = j.lease_owner "
-        "WHERE j.campaign_id = %s AND j.state = 'running' ORDER BY j.line LIMIT 1"
+        "SELECT r.detail FROM jobs j JOIN replicas r ON r.id = j.lease_owner "
+        "WHERE j.campaign_id = %s AND j.state = 'running' ORDER BY j.line"
     )
-    (found,) = cluster.until(lambda: cluster.query(query, batch_id), seconds=30)
-    os.kill(int(found["detail"]["pid"]), signal.SIGKILL)
-    return str(found["id"])
+
+    def strike() -> bool:
+        for found in cluster.query(query, batch_id):
+            # that of a job whose lease has not run out yet may be dead
+            with suppress(ProcessLookupError):
+                os.kill(int(found["detail"]["pid"]), signal.SIGKILL)
+                return True
+        return False
+
+    cluster.until(strike, seconds=30)
 
 
 @row(46, "loader killed while it loads a campaign, three times")
@@ -152,7 +160,7 @@ def changed(cluster: Cluster) -> None:
     kill_a_supervisor(cluster, batch_id)
     cluster.client.change_campaign(batch_id, "cancel")
     cancelled = ends(cluster, batch_id, "cancelled")
-    cluster.expect("most of it was cancelled", cancelled["cancelled"] > 0, cancelled["cancelled"], job=batch_id)
+    cluster.expect("some of it was cancelled", cancelled["cancelled"] > 0, cancelled["cancelled"], job=batch_id)
     cluster.client.change_campaign(batch_id, "retry_failed", include_cancelled=True)
     kill_a_supervisor(cluster, batch_id)
     cluster.lifted(limit=LEASE_SECONDS + 10)
