@@ -124,6 +124,8 @@ def of_campaign(story: Story) -> None:
     story.say("campaign", job="batch_1", status=200, seconds=0.1, key="c1", lines=2, bad=[2])
     story.job |= {"campaign_id": "batch_1", "line": 1, "num_frames": 107, "width": 64, "height": 64}
     story.say("dump.campaigns", id="batch_1", state="completed")
+    story.say("dump.files", id="file_1", project="default")
+    story.objects["files/default/file_1"] = (9, "ff")
     story.say("dump.campaign_line_errors", campaign_id="batch_1", line=2)
     for shard in (0, 1):
         counts = dict.fromkeys(COUNTED, 0) | {"completed" if shard else "invalid": 1}
@@ -327,6 +329,11 @@ def object_of_nobody(story: Story) -> None:
     story.objects[f"results/default/{JOB}/3-9/video.mp4"] = (1, "cc")
 
 
+def file_of_nobody(story: Story) -> None:
+    of_campaign(story)
+    story.objects["files/default/file_2"] = (9, "ff")
+
+
 def object_of_a_deleted_job(story: Story) -> None:
     story.job |= {"deleted_at": 6.0, "purged_at": 7.0}
 
@@ -441,6 +448,7 @@ def campaign_that_goes_on(story: Story) -> None:
         (unacknowledged_hint, "I11", "other"),
         (process_left, "I12", "other"),
         (object_of_nobody, "I12", "other"),
+        (file_of_nobody, "I12", "other"),
         (object_of_a_deleted_job, "I12", "other"),
         (idle_workers, "I13", "stuck"),
         (waiting_urgent_job, "I14", "other"),
