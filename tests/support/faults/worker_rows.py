@@ -255,4 +255,4 @@ def rolling_restart(cluster: Cluster) -> None:
     cluster.lifted()
 
 
-not_run(16, "second-node agent lost", "a replica of this version lives on one node; there is no second-node agent")
+not_run(16, "second-node agent lost", "played by tests/integration/test_worker_nodes.py")
