@@ -355,7 +355,7 @@ class TestScopes:
             return "admin"
         if path.startswith("/v1/webhook"):
             return "webhooks"
-        if path.startswith("/v1/files"):
+        if path.startswith(("/v1/files", "/v1/batches", "/v1/campaigns")):
             return "batches"
         return "videos:read" if method == "GET" else "videos:write"
 

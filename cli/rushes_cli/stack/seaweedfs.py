@@ -17,6 +17,8 @@ from rushes_cli.stack.server import Server, wheel_file
 
 BUCKET = "rushes"
 REGION = "us-east-1"
+MAX_VOLUMES = 10_000
+"""Of at most 128 MB each."""
 
 
 class SeaweedFS(Server):
@@ -62,6 +64,8 @@ class SeaweedFS(Server):
             # the master learns all from the volumes; an old election state delays every fifth start by 5 seconds
             "master.resumeState": "false",
             "disableHttp": "true",
+            # every bucket needs some, and by default the free disk at the start says how many there may be
+            "volume.max": MAX_VOLUMES,
             "volume.preStopSeconds": 0,
         }
         command: list[str | Path] = [_weed(), "mini", *(f"-{flag}={value}" for flag, value in flags.items())]
