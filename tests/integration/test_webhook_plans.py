@@ -97,9 +97,12 @@ FROM generate_series(1, {deliveries.MAX_AT_ONCE} + 1) AS n
 def test_a_list_of_a_state_that_nothing_is_in_reads_none_of_the_log(filled: Connection, state: str) -> None:
     log = deliveries.listed(project="default").where(deliveries.in_state(state))
     plan = executed_plan(filled, log.order_by(WebhookDelivery.id.desc()).limit(21))
-    assert [node["Index Name"] for node in scans(plan) if "Index Name" in node][:1] == [
-        "ix_webhook_deliveries_project_state"
-    ]
+    used = [node["Index Name"] for node in scans(plan) if "Index Name" in node]
+    # what is being delivered is in an index of its own, which may be as small
+    possible = {"ix_webhook_deliveries_project_state"} | (
+        {"ix_webhook_deliveries_leased"} if state == "delivering" else set[str]()
+    )
+    assert used[0] in possible
     assert rows_read(plan, "webhook_deliveries") == 0
 
 

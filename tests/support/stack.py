@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rushes_cli.stack import EmbeddedStack
     from rushes_core.settings import Settings
 
-REDIS_DATABASES = 128
+REDIS_DATABASES = 1_024
 
 
 class SharedStack:

@@ -20,7 +20,7 @@ appendonly yes
 appendfsync everysec
 save ""
 maxmemory-policy noeviction
-databases 128
+databases 1024
 daemonize no
 set-proc-title no
 """
