@@ -12,7 +12,6 @@ for a minute. Ends with status 1 when a job was lost or done twice, a count is w
 import argparse
 import csv
 import json
-import multiprocessing.connection
 import os
 import signal
 import sys
@@ -31,16 +30,12 @@ from typing import Any
 
 import bench
 import httpx
+from rankless import RanklessReplica
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
 from rushes_core.database import create_sync_engine
 from rushes_core.log import configure_logging
 from rushes_core.settings import Settings
-from rushes_worker.claimer import Claimer
-from rushes_worker.heartbeat import Heartbeat
-from rushes_worker.ledger import Ledger
-from rushes_worker.stopping import Stopping
-from rushes_worker.wake import Wake
 from sqlalchemy import Engine, text
 from throughput import RESULT
 
@@ -57,35 +52,12 @@ TIME_LIMIT = 900.0
 def replica(settings: Settings, owner: str, seconds: float) -> None:
     """A replica without ranks, until it is ended. A clip of the smallest shape takes `seconds`."""
     configure_logging(settings.log_level, json=settings.log_json)
-    wake, claimer_wake, stopping = Wake(), Wake(), Stopping(60)
     signal.signal(signal.SIGTERM, lambda signum, frame: os._exit(0))
-    ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)
-    row = {"pool": settings.pool, "layout": "r1s1", "model": bench.MODEL, "device": "cpu", "state": "busy"}
-    heartbeat = Heartbeat(
-        settings,
-        replica_id=owner,
-        replica=row | {"epoch": 1, "job_id": None, "detail": {}},
-        on_change=wake.poke,
-        is_stopping=lambda: False,
-    )
-    claimer = Claimer(
-        settings,
-        ledger=ledger,
-        heartbeat=heartbeat,
-        stopping=stopping,
-        has_room=lambda rendering: True,
-        on_claim=wake.poke,
-        wake=claimer_wake,
-        replica_id=owner,
-    )
-    heartbeat.start()
-    claimer.start()
-    claimer.open()
+    running = RanklessReplica(settings, owner)
+    ledger = running.ledger
     while True:
-        wake.clear()
-        claim = claimer.take()
+        claim = running.take(wait_seconds=0.2)
         if claim is None:
-            multiprocessing.connection.wait([wake.fileno()], 0.2)
             continue
         lease = claim.lease
         if ledger.start(lease):
@@ -95,7 +67,7 @@ def replica(settings: Settings, owner: str, seconds: float) -> None:
                 ledger.fail(lease, {"code": "generation_failed", "message": "the prompt asks for it"})
             elif not ledger.complete(lease, result=RESULT, timings={"denoising": took, "total": took}):
                 ledger.confirm_cancel(lease)
-        heartbeat.drop(lease)
+        running.heartbeat.drop(lease)
 
 
 class Replicas:

@@ -9,7 +9,6 @@ count against a key of its own, whose GPU time is added up with every job.
 """
 
 import argparse
-import multiprocessing.connection
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -19,18 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from rankless import RanklessReplica
 from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.jobs import ClaimedJob
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
-from rushes_worker.claimer import Claimer
 from rushes_worker.connections import Connections
-from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.ledger import Ledger
-from rushes_worker.stopping import Stopping
-from rushes_worker.wake import Wake
 from sqlalchemy import bindparam, text
 from sqlalchemy.orm import load_only
 
@@ -92,43 +88,17 @@ def through_ledger(settings: Settings, owner: str, until: float) -> int:
 
 def through_claimer(settings: Settings, owner: str, until: float) -> int:
     """The same as a replica does it, but for its ranks and what they make."""
-    wake, claimer_wake, stopping = Wake(), Wake(), Stopping(60)
-    ledger = Ledger(settings, replica_id=owner, model=bench.MODEL)
-    row = {"pool": settings.pool, "layout": "r1s1", "model": bench.MODEL, "device": "cpu", "state": "busy"}
-    heartbeat = Heartbeat(
-        settings,
-        replica_id=owner,
-        replica=row | {"epoch": 1, "job_id": None, "detail": {}},
-        on_change=wake.poke,
-        is_stopping=lambda: False,
-    )
-    claimer = Claimer(
-        settings,
-        ledger=ledger,
-        heartbeat=heartbeat,
-        stopping=stopping,
-        has_room=lambda rendering: True,
-        on_claim=wake.poke,
-        wake=claimer_wake,
-        replica_id=owner,
-    )
-    heartbeat.start()
-    claimer.start()
-    claimer.open()
+    replica = RanklessReplica(settings, owner)
     count = 0
     while time.monotonic() < until:
-        wake.clear()
-        claim = claimer.take()
+        claim = replica.take(wait_seconds=0.5)
         if claim is None:
-            multiprocessing.connection.wait([wake.fileno()], 0.5)
             continue
-        assert ledger.start(claim.lease)
-        assert ledger.complete(claim.lease, result=RESULT, timings=TIMINGS)
-        heartbeat.drop(claim.lease)
+        assert replica.ledger.start(claim.lease)
+        assert replica.ledger.complete(claim.lease, result=RESULT, timings=TIMINGS)
+        replica.heartbeat.drop(claim.lease)
         count += 1
-    claimer.close()
-    heartbeat.close()
-    ledger.close()
+    replica.close()
     return count
 
 

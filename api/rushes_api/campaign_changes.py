@@ -99,8 +99,7 @@ async def resume(campaign_id: str, request: Request, *, caller: Caller, key: str
     async def change(session: AsyncSession, campaign: Campaign) -> None:
         _check_state(campaign, what="resumed")
         if campaign.paused_at is not None:
-            values = {"paused_at": None, "pause_reason": None, "hold_reason": None}
-            await session.execute(statements.change(campaign_id, **values))
+            await session.execute(feeder.resume(campaign_id))
 
     return await _change(campaign_id, change, request, name="resume", caller=caller, key=key, state=state)
 

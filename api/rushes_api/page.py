@@ -93,6 +93,15 @@ def one_of(name: str, value: str, words: Sequence[str]) -> str:
     return value
 
 
+def is_set(name: str, parameters: Mapping[str, str]) -> bool:
+    """Whether a flag of the query is; one that is not sent is not.
+
+    Raises:
+        ApiError
+    """
+    return one_of(name, parameters.get(name, "0"), ("0", "1", "true", "false")) in ("1", "true")
+
+
 def _limit(text: str | None) -> int:
     if text is None:
         return DEFAULT_LIMIT

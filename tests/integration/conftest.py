@@ -5,9 +5,12 @@ from collections.abc import Iterator
 import pytest
 from rushes_api.app import create_app
 from rushes_core.settings import Settings
+from rushes_core.sweeper import Sweeper
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver
+from support.campaigns import Campaigns
 from support.checkpoints import tiny_checkpoint
+from support.files import Contents
 from support.receiver import Receiver
 from support.stack import SharedStack
 from support.webhooks import Hooks, SenderThread
@@ -54,3 +57,30 @@ def receiver() -> Iterator[Receiver]:
 def sender(settings: Settings, hooks: Hooks) -> Iterator[SenderThread]:
     with SenderThread(settings) as sender:
         yield sender
+
+
+@pytest.fixture(scope="module")
+def module_campaigns(settings: Settings) -> Iterator[Campaigns]:
+    campaigns = Campaigns(settings)
+    yield campaigns
+    campaigns.close()
+
+
+@pytest.fixture
+def campaigns(module_campaigns: Campaigns) -> Campaigns:
+    module_campaigns.clear()
+    return module_campaigns
+
+
+@pytest.fixture
+def sweeper(api_settings: Settings) -> Iterator[Sweeper]:
+    sweeper = Sweeper(api_settings)
+    yield sweeper
+    sweeper.close()
+
+
+@pytest.fixture(scope="module")
+def contents(api_settings: Settings, stack_env: dict[str, str]) -> Iterator[Contents]:
+    contents = Contents(api_settings, stack_env)
+    yield contents
+    contents.close()

@@ -64,20 +64,6 @@ def api(api_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield api
 
 
-@pytest.fixture
-def sweeper(api_settings: Settings) -> Iterator[Sweeper]:
-    sweeper = Sweeper(api_settings)
-    yield sweeper
-    sweeper.close()
-
-
-@pytest.fixture(scope="module")
-def contents(api_settings: Settings, stack_env: dict[str, str]) -> Iterator[Contents]:
-    contents = Contents(api_settings, stack_env)
-    yield contents
-    contents.close()
-
-
 class TestRepeated:
     def test_with_its_key_it_is_stored_once(self, client: TestClient, contents: Contents) -> None:
         headers = {"Idempotency-Key": "a file"}

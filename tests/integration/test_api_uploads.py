@@ -12,7 +12,6 @@ import pytest
 from rushes_api import upload as upload_module
 from rushes_core.settings import Settings
 from rushes_core.storage import PART_BYTES, ObjectStore, file_key
-from rushes_core.sweeper import Sweeper
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, ApiProcess, ThreadedApi
 from support.checkpoints import tiny_checkpoint
@@ -54,20 +53,6 @@ def store(api_settings: Settings) -> ObjectStore:
 def api(api_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiProcess]:
     with ApiProcess(api_settings, tmp_path_factory.mktemp("process") / "api.log") as api:
         yield api
-
-
-@pytest.fixture
-def sweeper(api_settings: Settings) -> Iterator[Sweeper]:
-    sweeper = Sweeper(api_settings)
-    yield sweeper
-    sweeper.close()
-
-
-@pytest.fixture(scope="module")
-def contents(api_settings: Settings, stack_env: dict[str, str]) -> Iterator[Contents]:
-    contents = Contents(api_settings, stack_env)
-    yield contents
-    contents.close()
 
 
 class TestUpload:

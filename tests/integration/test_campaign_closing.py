@@ -1,7 +1,6 @@
 """Campaigns that are cancelled, that expire, that are retried and deleted: every job ends once, and is counted once."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from rushes_core import jobs
@@ -19,19 +18,6 @@ from support.stack import SharedStack
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("closing")))
-
-
-@pytest.fixture(scope="module")
-def module_campaigns(settings: Settings) -> Iterator[Campaigns]:
-    campaigns = Campaigns(settings)
-    yield campaigns
-    campaigns.close()
-
-
-@pytest.fixture
-def campaigns(module_campaigns: Campaigns) -> Campaigns:
-    module_campaigns.clear()
-    return module_campaigns
 
 
 def loaded(campaigns: Campaigns, count: int) -> str:

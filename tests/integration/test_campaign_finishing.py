@@ -1,7 +1,7 @@
 """The end of a campaign: its output and error files, written while nothing of it is left to do."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,6 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
     return stack.settings(
         checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("finishing")), scratch=tmp_path_factory.mktemp("scratch")
     )
-
-
-@pytest.fixture(scope="module")
-def module_campaigns(settings: Settings) -> Iterator[Campaigns]:
-    campaigns = Campaigns(settings)
-    yield campaigns
-    campaigns.close()
-
-
-@pytest.fixture
-def campaigns(module_campaigns: Campaigns) -> Campaigns:
-    module_campaigns.clear()
-    return module_campaigns
 
 
 def file_of(campaigns: Campaigns, file_id: str | None) -> File:

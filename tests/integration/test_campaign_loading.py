@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +78,6 @@ while here.turn():
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("loading")))
-
-
-@pytest.fixture(scope="module")
-def module_campaigns(settings: Settings) -> Iterator[Campaigns]:
-    campaigns = Campaigns(settings)
-    yield campaigns
-    campaigns.close()
-
-
-@pytest.fixture
-def campaigns(module_campaigns: Campaigns) -> Campaigns:
-    module_campaigns.clear()
-    return module_campaigns
 
 
 class TestLoading:

@@ -21,7 +21,7 @@ from rushes_api.campaigns import submit
 from rushes_api.deps import AppState, FileCaller, NoQuery, Session, State, query
 from rushes_api.errors import responses
 from rushes_api.once import SentKey
-from rushes_api.page import PAGE_PARAMETERS, Page, one_of, wanted_page
+from rushes_api.page import PAGE_PARAMETERS, Page, is_set, one_of, wanted_page
 from rushes_api.video_filters import metadata_filter
 
 router = APIRouter(prefix="/v1/batches", tags=["campaigns"])
@@ -83,8 +83,7 @@ async def listed(parameters: Mapping[str, str], *, project: str, session: AsyncS
     states = None
     if "status" in parameters:
         states = tuple(one_of("status", word, STATES) for word in parameters["status"].split(","))
-    dry_runs = one_of("dry_run", parameters.get("dry_run", "0"), ("0", "1", "true", "false")) in ("1", "true")
-    filters = Filters(states, metadata_filter(parameters), dry_runs=dry_runs)
+    filters = Filters(states, metadata_filter(parameters), dry_runs=is_set("dry_run", parameters))
     statement = statements.listed(project=project, filters=filters)
     rows = (await session.execute(wanted.rows(statement, Campaign.id))).scalars().all()
     shown = await batches_in(session, rows, state)

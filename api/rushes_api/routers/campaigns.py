@@ -30,7 +30,7 @@ from rushes_api.campaigns import FORMATS, INLINE, submit
 from rushes_api.deps import AppState, FileCaller, NoQuery, Session, State, query
 from rushes_api.errors import ApiError, responses
 from rushes_api.once import SentKey
-from rushes_api.page import Page, one_of, wanted_page
+from rushes_api.page import Page, is_set, one_of, wanted_page
 from rushes_api.routers.batches import BATCH_RESPONSES, LIST_PARAMETERS, SUBMIT_RESPONSES, BatchList, listed
 
 router = APIRouter(prefix="/v1/campaigns", tags=["campaigns"])
@@ -233,7 +233,7 @@ async def delete_campaign(
     store afterwards. The file that it was made from stays unless it came in the request that made it. Repeated, it
     answers alike. With `dry_run`, nothing happens.
     """
-    is_dry = one_of("dry_run", parameters.get("dry_run", "0"), ("0", "1", "true", "false")) in ("1", "true")
+    is_dry = is_set("dry_run", parameters)
     jobs: int | None = None
     clips: int | None = None
     num_bytes: int | None = None

@@ -31,7 +31,7 @@ from sqlalchemy.sql.selectable import TextualSelect
 
 from rushes_core import jobs
 from rushes_core.campaigns import feeder
-from rushes_core.campaigns.loading import LEASE_SECONDS, Lease, is_held
+from rushes_core.campaigns.loading import Lease, is_held, lease_end, leased
 from rushes_core.campaigns.tables import ACTIVE_STATES, BUDGET, Campaign, CampaignCount
 from rushes_core.models import Job
 from rushes_core.predicates import IS_LEASED
@@ -151,9 +151,7 @@ def claim_ended(*, owner: str) -> ReturningUpdate[Campaign]:
         .values(
             state=case((is_cancelled, Campaign.state), else_="finalizing"),
             finalizing_at=case((is_cancelled, Campaign.finalizing_at), else_=func.now()),
-            lease_owner=owner,
-            lease_until=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS),
-            fence=Campaign.fence + 1,
+            **leased(owner),
         )
         .returning(Campaign)
     )
@@ -161,11 +159,10 @@ def claim_ended(*, owner: str) -> ReturningUpdate[Campaign]:
 
 def renew_ended(lease: Lease) -> ReturningUpdate[str]:
     """No row: the lease is lost, or the campaign goes on."""
-    until = func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS)
     return (
         update(Campaign)
         .where(is_held(lease), Campaign.state.in_(("finalizing", "cancelling")))
-        .values(lease_until=until)
+        .values(lease_until=lease_end())
         .returning(Campaign.id)
     )
 

@@ -7,6 +7,7 @@ goes on begins where the last one ended.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Select, TextClause, Update, and_, exists, func, null, or_, select, text, update
@@ -87,21 +88,22 @@ def claim(*, owner: str, model: str) -> ReturningUpdate[Campaign]:
         .cte("first")
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
-    return _lease(owner).where(Campaign.id == first.c.id).returning(Campaign)
+    return update(Campaign).where(Campaign.id == first.c.id).values(**leased(owner)).returning(Campaign)
 
 
-def _lease(owner: str) -> Update:
-    return update(Campaign).values(
-        lease_owner=owner,
-        lease_until=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS),
-        fence=Campaign.fence + 1,
-    )
+def leased(owner: str) -> dict[str, Any]:
+    """The columns of a campaign that `owner` takes."""
+    return {"lease_owner": owner, "lease_until": lease_end(), "fence": Campaign.fence + 1}
+
+
+def lease_end() -> ColumnElement[datetime]:
+    """When a lease that is taken or renewed now ends."""
+    return func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS)
 
 
 def renew(lease: Lease) -> ReturningUpdate[str]:
     """No row: the lease is lost, or what was to be done is not to be done any more."""
-    until = func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS)
-    return update(Campaign).where(is_held(lease), _LOADS).values(lease_until=until).returning(Campaign.id)
+    return update(Campaign).where(is_held(lease), _LOADS).values(lease_until=lease_end()).returning(Campaign.id)
 
 
 def release(lease: Lease, *, after_seconds: float = 0) -> Update:
@@ -331,7 +333,7 @@ def advance(lease: Lease, *, begin: Position, end: Position, has_items: bool, is
         "loaded_bytes": end.num_bytes,
         "loaded_lines": end.num_lines,
         "load_failures": 0,
-        "lease_until": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, LEASE_SECONDS),
+        "lease_until": lease_end(),
     }
     if has_items:
         values |= {"state": "in_progress", "in_progress_at": func.coalesce(Campaign.in_progress_at, func.now())}
