@@ -109,18 +109,28 @@ def pack_heads(
 
 
 def unpack_tiles(
-    fine_HnBD: Tensor, coarse_HnD: Tensor | None, gate_SHD: Tensor | None, rows_nB: Tensor, sizes_n: Tensor, S: int
+    fine_HnBD: Tensor,
+    coarse_HnD: Tensor | None,
+    gate_SHD: Tensor | None,
+    rows_nB: Tensor,
+    sizes_n: Tensor,
+    S: int,
+    *,
+    out_NHD: Tensor | None = None,
+    places_S: Tensor | None = None,
 ) -> Tensor:
-    """fine + coarse * gate in packed rows; fine alone without a gate.
+    """fine + coarse * gate in packed rows, or in the places that they are given; fine alone without a gate.
 
     Args:
         fine_HnBD: (H, n, B, D) bf16, fp16 or fp32, contiguous. D is a power of two from 16 to 128.
         coarse_HnD: (H, n, D) fp32, contiguous.
         gate_SHD: (S, H, D), the dtype of `fine_HnBD`; rows and heads may lie apart.
         rows_nB, sizes_n: as in `pack_tiles`; every row lies in one valid place.
+        out_NHD: written instead of a new tensor, contiguous, the dtype of `fine_HnBD`; rows that get none stay.
+        places_S: (S,) int64, the row of the result that each packed row goes to.
 
     Returns:
-        (S, H, D), the dtype of `fine_HnBD`.
+        (S, H, D), the dtype of `fine_HnBD`, or `out_NHD`.
     """
     H, n, B, D = fine_HnBD.shape
     assert fine_HnBD.is_contiguous()
@@ -132,11 +142,17 @@ def unpack_tiles(
         assert gate_SHD.dtype == fine_HnBD.dtype
         gate_SHD = _in_words(gate_SHD)
         strides = _strides(gate_SHD)
-    out_SHD = fine_HnBD.new_empty(S, H, D)
+    if out_NHD is None:
+        out_NHD = fine_HnBD.new_empty(S, H, D)
+    assert out_NHD.is_contiguous()
+    assert out_NHD.data_ptr() % WORD_BYTES == 0
+    assert (out_NHD.dtype, out_NHD.shape[1:]) == (fine_HnBD.dtype, (H, D))
+    assert len(out_NHD) >= S
+    assert places_S is None or (places_S.dtype == torch.int64 and places_S.is_contiguous() and len(places_S) == S)
     _passes(fine_HnBD.dtype, fine_HnBD.device).launch(
         "unpack",
         [
-            *(pointer(x) for x in (fine_HnBD, coarse_HnD, gate_SHD, out_SHD, rows_nB, sizes_n)),
+            *(pointer(x) for x in (fine_HnBD, coarse_HnD, gate_SHD, out_NHD, places_S, rows_nB, sizes_n)),
             ctypes.c_int(B),
             ctypes.c_int(D * fine_HnBD.element_size() // WORD_BYTES),
             *strides,
@@ -144,7 +160,7 @@ def unpack_tiles(
         blocks=(n, H),
         threads=THREADS,
     )
-    return out_SHD
+    return out_NHD
 
 
 def choose_tiles(scores_Hnn: Tensor, P: int, k: int) -> Tensor:

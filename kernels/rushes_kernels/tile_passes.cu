@@ -159,11 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #endif
 
 // fine: (heads, tiles, places, words of a row); coarse: (heads, tiles, channels) fp32 or null, gate with strides in
-// words; out: (rows, heads, words of a row). Only valid places are written.
+// words; out: (rows, heads, words of a row), row i going to its row targets[i], or i if there are none. Only valid places
+// are written.
 extern "C" __global__ void __launch_bounds__(THREADS)
     unpack(const void* fine, const float* __restrict__ coarse, const void* gate, void* out,
-           const i64* __restrict__ rows, const i64* __restrict__ sizes, int places, int words, i64 gate_row_stride,
-           i64 gate_head_stride) {
+           const i64* __restrict__ targets, const i64* __restrict__ rows, const i64* __restrict__ sizes, int places,
+           int words, i64 gate_row_stride, i64 gate_head_stride) {
     const int tile = blockIdx.x, head = blockIdx.y, word = threadIdx.x % words, step = THREADS / words;
     const i64 at = (i64)head * gridDim.x + tile;
     const int size = sizes[tile];
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < WORD; i++) added[i] = coarse[(at * words + word) * WORD + i];
 #pragma unroll 4
     for (int place = threadIdx.x / words; place < size; place += step) {
-        const i64 row = rows[(i64)tile * places + place];
+        const i64 row = rows[(i64)tile * places + place], target = targets ? targets[row] : row;
         Word value;
         value.load(fine, (at * places + place) * words + word);
         if (coarse) {
@@ -186,6 +187,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i < WORD; i++) sum[i] += added[i] * factor[i];
             value.set(sum);
         }
-        value.store(out, (row * gridDim.y + head) * words + word);
+        value.store(out, (target * gridDim.y + head) * words + word);
     }
 }

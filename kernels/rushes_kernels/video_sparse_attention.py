@@ -170,6 +170,8 @@ def video_sparse_attention(
     sparsity: float,
     norm: HeadNorm | None = None,
     provider: Provider | None = None,
+    out_NHD: Tensor | None = None,
+    places_S: Tensor | None = None,
 ) -> Tensor:
     """VSA-H3 over one packed sequence, in bounded memory: neither scores of rows nor all gathered keys are ever held.
 
@@ -182,10 +184,12 @@ def video_sparse_attention(
         sparsity: share of video tiles that a video tile does not attend to, in [0, 1).
         norm: norm and rotation of q and k that are still due; rounded before anything else sees them.
         provider: what computes the fine branch; None takes what `choose_provider` says of these inputs.
+        out_NHD: written instead of a new tensor: contiguous, N >= S, the dtype of `q_SHD`; rows that get none stay.
+        places_S: (S,) int64, the row of `out_NHD` that each packed row goes to; by default they keep their order.
 
     Returns:
-        (S, H, D), the dtype of `q_SHD`. Pooling, scores and the coarse branch are fp32; fine and coarse are added in
-        fp32 and rounded once.
+        (S, H, D), the dtype of `q_SHD`, or `out_NHD`. Pooling, scores and the coarse branch are fp32; fine and coarse
+        are added in fp32 and rounded once.
 
     Raises:
         ValueError: shapes, or the map and the rows, do not fit together.
@@ -196,13 +200,14 @@ def video_sparse_attention(
         raise ValueError(f"q, k, v and gate must agree in shape and dtype, got {described}")
     if q_SHD.shape[0] != tiles.num_rows:
         raise ValueError(f"the tile map is for {tiles.num_rows} rows, got {q_SHD.shape[0]}")
+    _check_target(q_SHD, out_NHD, places_S)
 
     if provider is None:
         provider = choose_provider(q_SHD.device, dtype=q_SHD.dtype, head_dim=q_SHD.shape[-1], tile_rows=tiles.tile_rows)
 
     k = num_selected_tiles(sparsity, tiles.num_video_tiles)
     if provider is not Provider.TORCH:
-        return _by_kernels(q_SHD, k_SHD, v_SHD, gate_SHD, tiles, k, norm, provider)
+        return _by_kernels(q_SHD, k_SHD, v_SHD, gate_SHD, tiles, k, norm, provider, out_NHD, places_S)
     if norm is not None:
         q_SHD, k_SHD = _normed(q_SHD, k_SHD, norm)
 
@@ -222,7 +227,10 @@ def video_sparse_attention(
         coarse_HnD = scores_Hnn.softmax(-1) @ _pool(v_HnBD, tiles)
         gated_HSD = coarse_HnD[:, tiles.tiles_S].mul_(gate_SHD.transpose(0, 1))
         out_HSD = gated_HSD.add_(out_HSD).to(q_SHD.dtype)
-    return out_HSD.transpose(0, 1).contiguous()
+    if out_NHD is None:
+        return out_HSD.transpose(0, 1).contiguous()
+    out_NHD[slice(len(q_SHD)) if places_S is None else places_S] = out_HSD.transpose(0, 1)
+    return out_NHD
 
 
 def prepare_video_sparse_attention(
@@ -250,6 +258,8 @@ def _by_kernels(
     k: int,
     norm: HeadNorm | None,
     provider: Provider,
+    out_NHD: Tensor | None,
+    places_S: Tensor | None,
 ) -> Tensor:
     """The public op where block-sparse attention has a kernel."""
     from rushes_kernels.tile_kernels import choose_tiles, pack_heads, pack_tiles, takes_heads, unpack_tiles
@@ -275,7 +285,32 @@ def _by_kernels(
         provider=provider,
     )
     coarse_HnD = None if gate_SHD is None else scores_Hnn.softmax(-1) @ v_HnD
-    return unpack_tiles(fine_HnBD, coarse_HnD, gate_SHD, tiles.rows_nB, tiles.sizes_n, tiles.num_rows)
+    return unpack_tiles(
+        fine_HnBD,
+        coarse_HnD,
+        gate_SHD,
+        tiles.rows_nB,
+        tiles.sizes_n,
+        tiles.num_rows,
+        out_NHD=out_NHD,
+        places_S=places_S,
+    )
+
+
+def _check_target(q_SHD: Tensor, out_NHD: Tensor | None, places_S: Tensor | None) -> None:
+    if out_NHD is None:
+        if places_S is not None:
+            raise ValueError("places of rows are given, but nothing that they are in")
+        return
+    S, *heads = q_SHD.shape
+    if list(out_NHD.shape[1:]) != heads or len(out_NHD) < S or out_NHD.dtype != q_SHD.dtype:
+        raise ValueError(
+            f"the result {tuple(out_NHD.shape)} {out_NHD.dtype} has no room for {(S, *heads)} {q_SHD.dtype}"
+        )
+    if not out_NHD.is_contiguous():
+        raise ValueError(f"the result must be contiguous, its strides are {out_NHD.stride()}")
+    if places_S is not None and (places_S.shape, places_S.dtype) != ((S,), torch.int64):
+        raise ValueError(f"places must be ({S},) int64, got {tuple(places_S.shape)} {places_S.dtype}")
 
 
 def _normed(q_SHD: Tensor, k_SHD: Tensor, norm: HeadNorm) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,22 @@ def test_rows_go_to_their_places_and_back(
     torch.testing.assert_close(gated, expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("prefix", "grid"), MAPS, ids=str)
+def test_rows_go_to_the_places_they_are_given(
+    prefix: list[int], grid: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    tiles = tile_map(prefix, grid).to("cuda")
+    x, gate = torch.randn(2, tiles.num_rows, 3, 64, device="cuda").to(dtype)
+    packed, means = pack_tiles(x, tiles.rows_nB, tiles.sizes_n)
+    expected = unpack_tiles(packed, means, gate, tiles.rows_nB, tiles.sizes_n, tiles.num_rows)
+    places = torch.randperm(tiles.num_rows + 9, device="cuda")[: tiles.num_rows]
+    out = torch.empty(tiles.num_rows + 9, 3, 64, dtype=dtype, device="cuda")
+    unpack_tiles(packed, means, gate, tiles.rows_nB, tiles.sizes_n, tiles.num_rows, out_NHD=out, places_S=places)
+    assert torch.equal(out[places], expected)
+    assert out.isnan().all(dim=(1, 2)).sum() == 9
+
+
 def test_rows_that_are_not_aligned_are_copied_first() -> None:
     tiles = tile_map([7], (4, 4, 9)).to("cuda")
     wide = torch.randn(tiles.num_rows, 3, 34, device="cuda").bfloat16()

@@ -229,3 +229,42 @@ class TestVideoSparseAttention:
             video_sparse_attention(q, k[:-1], v, gate, tiles, sparsity=0.0)
         with pytest.raises(ValueError, match="67 rows, got 66"):
             video_sparse_attention(q[1:], k[1:], v[1:], gate[1:], tiles, sparsity=0.0)
+
+
+class TestTarget:
+    """Results that are written to places of their own in a larger tensor."""
+
+    tiles = tile_map([7, 66], (3, 5, 9))
+
+    def test_rows_go_to_their_places_and_nothing_else_changes(self) -> None:
+        inputs = random_inputs(self.tiles)
+        expected = video_sparse_attention(*inputs, self.tiles, sparsity=0.5)
+        S = self.tiles.num_rows
+        places = torch.randperm(S + 50, generator=torch.Generator().manual_seed(0))[:S]
+        out = torch.full((S + 50, *expected.shape[1:]), torch.nan)
+        returned = video_sparse_attention(*inputs, self.tiles, sparsity=0.5, out_NHD=out, places_S=places)
+        assert returned is out
+        assert torch.equal(out[places], expected)
+        assert out.isnan().all(dim=(1, 2)).sum() == 50
+
+    def test_rows_keep_their_order_without_places(self) -> None:
+        inputs = random_inputs(self.tiles)
+        out = torch.empty_like(inputs[0])
+        video_sparse_attention(*inputs, self.tiles, sparsity=0.5, out_NHD=out)
+        assert torch.equal(out, video_sparse_attention(*inputs, self.tiles, sparsity=0.5))
+
+    def test_target_that_does_not_fit_is_refused(self) -> None:
+        inputs = random_inputs(self.tiles)
+        S, H, D = inputs[0].shape
+
+        def attend(out: Tensor | None, places: Tensor | None = None) -> None:
+            video_sparse_attention(*inputs, self.tiles, sparsity=0.5, out_NHD=out, places_S=places)
+
+        with pytest.raises(ValueError, match="has no room for"):
+            attend(torch.empty(S - 1, H, D))
+        with pytest.raises(ValueError, match="must be contiguous"):
+            attend(torch.empty(S, D, H).transpose(1, 2))
+        with pytest.raises(ValueError, match=r"places must be \(\d+,\) int64"):
+            attend(torch.empty(S, H, D), torch.arange(S, dtype=torch.int32))
+        with pytest.raises(ValueError, match="nothing that they are in"):
+            attend(None, torch.arange(S))

@@ -33,7 +33,7 @@ class RecordingWeights(InMemoryWeights):
 
 def in_small_chunks(parallel: SequenceParallel, chunk_rows: int) -> SequenceParallel:
     """The same rank of the same group, whose rows travel a few at a time."""
-    return SequenceParallel(parallel.rank, parallel.size, parallel.device, chunk_rows=chunk_rows)
+    return SequenceParallel(parallel.rank, parallel.size, parallel.device, chunk_rows=chunk_rows, trade_parts=3)
 
 
 def denoise(
@@ -89,7 +89,7 @@ def exercise_collectives(parallel: SequenceParallel, num_rows: int) -> dict[str,
     here = whole.to(parallel.device)
     return {
         "gathered": parallel.gather_rows(here.flatten(1)[own_rows], num_rows).cpu(),
-        "traded": parallel.heads_to_rows(here[:, own_heads].contiguous()).cpu(),
+        "traded": [_traded(parallel, here[:, own_heads], parts).cpu() for parts in (1, 2, 5)],
         "expected_trade": whole.flatten(1)[own_rows],
         "whole": whole.flatten(1),
         "landed": _landed(in_small_chunks(parallel, 2), here.flatten(1)).cpu(),
@@ -111,6 +111,21 @@ def _landed(parallel: SequenceParallel, whole: Tensor) -> Tensor:
             assert (rows == own) == (index == 0)
         landed[rows] = piece
     return landed
+
+
+def _traded(parallel: SequenceParallel, x_ShD: Tensor, num_parts: int) -> Tensor:
+    """All heads of this rank's rows, of what attention would leave of `x_ShD`; NaN where nothing was traded."""
+    parallel = SequenceParallel(parallel.rank, parallel.size, parallel.device, trade_parts=num_parts)
+    trade = parallel.plan_trade(len(x_ShD))
+    out_NhD = x_ShD.new_full((trade.buffer_rows, *x_ShD.shape[1:]), torch.nan)
+    out_NhD[slice(None) if trade.places_S is None else trade.places_S] = x_ShD
+    traded = x_ShD.new_full((trade.num_own, parallel.size * x_ShD[0].numel()), torch.nan)
+    num_rows = 0
+    for rows, part in parallel.land_trade(out_NhD, trade):
+        assert rows.start == num_rows < rows.stop
+        traded[rows] = part
+        num_rows = rows.stop
+    return traded
 
 
 def take_own_rows_before_others_send(parallel: SequenceParallel, flag: Path) -> int:

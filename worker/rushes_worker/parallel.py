@@ -1,28 +1,57 @@
 """Sequence parallelism: the ranks of a replica share the rows of a sequence and swap rows for heads around attention.
 
-Rows are dealt in equal runs of r = ceil(S / size) packed rows; the last runs may be short or empty. Collectives pad a
-short run with zeros on the wire and cut the padding off again, so a model never sees a row that is not in the sequence.
+Rows are dealt in equal runs of r = ceil(S / size) packed rows; the last runs may be short or empty. A collective that
+needs equal parts pads a short run with zeros on the wire and cuts the padding off again, so a model never sees a row
+that is not in the sequence.
 
 Shapes: S packed rows, s this rank's rows, r rows of a whole run; C columns; H heads, h = H / size this rank's heads,
 D head dimension.
 """
 
 from collections.abc import Iterator
-from datetime import timedelta
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+from rushes_worker.transport import GroupTransport, Transport
 
 CHUNK_ROWS = 2_048
 """Rows of each rank that travel at a time: products over this many rows fill a GPU, and the first land early."""
 
-# torch 2.13 renamed it; the new name is the one that does not warn
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+TRADE_PARTS = 2
+"""Parts of a run that come back from attention one after the other: the last ones travel while the first are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class TradePart:
+    """What one transfer of a `Trade` moves."""
+
+    rows: slice
+    """Of this rank's run."""
+    sent: slice
+    """Of the buffer."""
+    send_counts: tuple[int, ...]
+    """Rows for each rank, none for this one."""
+    receive_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trade:
+    """Where attention leaves the rows of this rank's heads so that they need not be moved before they travel.
+
+    The buffer is (N, h, D). In front lie this rank's rows with room for all heads: they are read as (s, H * D). Behind
+    them lie the rows of the others, part by part and rank by rank.
+    """
+
+    num_rows: int
+    num_own: int
+    buffer_rows: int
+    """N."""
+    places_S: Tensor | None
+    """(S,) int64: the row of the buffer that each packed row goes to; None is packed order."""
+    parts: tuple[TradePart, ...]
 
 
 class SequenceParallel:
@@ -30,8 +59,9 @@ class SequenceParallel:
 
     Args:
         device: where the tensors of collectives lie.
-        group: None is the process's default group; a single rank needs none.
+        transport: moves what collectives move; a single rank needs none.
         chunk_rows: rows of each rank that `land_rows` moves at a time; the same on every rank.
+        trade_parts: parts in which `land_trade` moves a run; the same on every rank.
     """
 
     def __init__(
@@ -39,17 +69,19 @@ class SequenceParallel:
         rank: int,
         size: int,
         device: torch.device | str,
-        group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
         *,
         chunk_rows: int = CHUNK_ROWS,
+        trade_parts: int = TRADE_PARTS,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, got {rank}")
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self._group = group
+        self._transport: Transport = transport or GroupTransport()
         self._chunk_rows = chunk_rows
+        self._trade_parts = trade_parts
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "SequenceParallel":
@@ -68,27 +100,11 @@ class SequenceParallel:
         if size == 1:
             return cls.single(device)
         device = torch.device(device)
-        if not dist.is_initialized():
-            on_cuda = device.type == "cuda"
-            dist.init_process_group(
-                "nccl" if on_cuda else "gloo",
-                init_method=init_method,
-                rank=rank,
-                world_size=size,
-                timeout=COLLECTIVE_TIMEOUT,
-                device_id=device if on_cuda else None,
-            )
-        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
-            raise ValueError(
-                f"this is to be rank {rank} of {size}, but the process group says rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}"
-            )
-        return cls(rank, size, device)
+        return cls(rank, size, device, GroupTransport.connect(rank, size, device, init_method))
 
     def own_rows(self, num_rows: int) -> slice:
         """The run of a sequence of `num_rows` rows that this rank holds; it may be empty."""
-        run = -(-num_rows // self.size)
-        return slice(min(self.rank * run, num_rows), min((self.rank + 1) * run, num_rows))
+        return self._rows_of(self.rank, num_rows)
 
     def own_heads(self, num_heads: int) -> slice:
         """The heads that this rank attends with.
@@ -115,7 +131,7 @@ class SequenceParallel:
         run = -(-num_rows // self.size)
         padded_rC = F.pad(x_sC, (0, 0, 0, run - len(x_sC)))
         whole = x_sC.new_empty(self.size * run, x_sC.shape[1])
-        _all_gather(whole, padded_rC, group=self._group)
+        self._transport.all_gather(whole, padded_rC).wait()
         return whole[:num_rows]
 
     def land_rows(self, x_sC: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
@@ -135,7 +151,7 @@ class SequenceParallel:
         for first in range(0, run, self._chunk_rows):
             part = padded_rC[first : first + self._chunk_rows]
             chunk = landing[self.size * first : self.size * (first + len(part))]
-            transfers.append((first, chunk, _all_gather(chunk, part, group=self._group, async_op=True)))
+            transfers.append((first, chunk, self._transport.all_gather(chunk, part)))
         if len(x_sC):
             yield own, x_sC
         for first, chunk, transfer in transfers:
@@ -149,33 +165,89 @@ class SequenceParallel:
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of what every rank passes, which overwrites `x`; the same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._group)
+            self._transport.add_up_(x)
         return x
 
-    def heads_to_rows(self, x_ShD: Tensor) -> Tensor:
-        """Trade all rows of this rank's heads for all heads of this rank's rows: (S, h, D) to (s, H * D)."""
-        num_rows = len(x_ShD)
-        if self.size == 1:
-            return x_ShD.flatten(1)
-        run = -(-num_rows // self.size)
-        sent = F.pad(x_ShD.flatten(1), (0, 0, 0, self.size * run - num_rows))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        rows_rC = rearrange(received, "(n r) c -> r (n c)", n=self.size)
+    def plan_trade(self, num_rows: int) -> Trade:
+        """How `land_trade` moves S = `num_rows` rows, which is the same for every block of a model."""
         own = self.own_rows(num_rows)
-        return rows_rC[: own.stop - own.start]
+        num_own = own.stop - own.start
+        if self.size == 1:
+            return Trade(num_rows, num_own, num_own, None, ())
+        run = -(-num_rows // self.size)
+        part_rows = max(1, -(-run // self._trade_parts))
+        # arithmetic of the device alone: a graph that is captured keeps it
+        places_S = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+
+        def place(rows: slice, start: int, step: int) -> None:
+            count = rows.stop - rows.start
+            torch.arange(start, start + count * step, step, out=places_S[rows])
+
+        if num_own:
+            place(own, self.rank, self.size)
+        parts = []
+        sent = num_own * self.size
+        for first in range(0, run, part_rows):
+            start = sent
+            send_counts = [0] * self.size
+            for rank in range(self.size):
+                theirs = self._rows_of(rank, num_rows)
+                rows = slice(min(theirs.start + first, theirs.stop), min(theirs.start + first + part_rows, theirs.stop))
+                count = rows.stop - rows.start
+                if rank != self.rank and count:
+                    place(rows, sent, 1)
+                    send_counts[rank] = count
+                    sent += count
+            mine = slice(min(first, num_own), min(first + part_rows, num_own))
+            receive_counts = [mine.stop - mine.start] * self.size
+            receive_counts[self.rank] = 0
+            parts.append(TradePart(mine, slice(start, sent), tuple(send_counts), tuple(receive_counts)))
+        return Trade(num_rows, num_own, sent, places_S, tuple(parts))
+
+    def land_trade(self, out_NhD: Tensor, trade: Trade) -> Iterator[tuple[slice, Tensor]]:
+        """Trade all rows of this rank's heads for all heads of this rank's rows.
+
+        All transfers are under way before the first part is handed out, and each part is to be used on the current
+        stream, as those of `land_rows`.
+
+        Args:
+            out_NhD: contiguous, filled as `trade` says. Its front is completed with the others' heads.
+
+        Returns:
+            Parts (rows, H * D) of this rank's rows, in order, each with the rows of the run that it is.
+        """
+        if self.size == 1:
+            whole = [out_NhD.flatten(1)]
+            # it is freed when who takes it lets it go
+            del out_NhD
+            yield slice(0, trade.num_own), whole.pop()
+            return
+        width = out_NhD.shape[1] * out_NhD.shape[2]
+        out_NC = out_NhD.view(trade.buffer_rows, width)
+        own_snC = out_NC[: trade.num_own * self.size].view(trade.num_own, self.size, width)
+        transfers = []
+        for part in trade.parts:
+            received = out_NC.new_empty(sum(part.receive_counts), width)
+            transfer = self._transport.all_to_all(received, out_NC[part.sent], part.receive_counts, part.send_counts)
+            transfers.append((part.rows, received, transfer))
+        for rows, received, transfer in transfers:
+            transfer.wait()
+            if rows.start == rows.stop:
+                continue
+            others_snC = received.view(self.size - 1, rows.stop - rows.start, width).transpose(0, 1)
+            landed_snC = own_snC[rows]
+            landed_snC[:, : self.rank] = others_snC[:, : self.rank]
+            landed_snC[:, self.rank + 1 :] = others_snC[:, self.rank :]
+            yield rows, landed_snC.flatten(1)
 
     def pass_on(self, x: Tensor) -> Tensor:
         """Give `x` to the next rank and return what the previous one gave; the last rank gives to the first."""
         if self.size == 1:
             return x
         received = torch.empty_like(x)
-        sends = [
-            dist.P2POp(dist.isend, x.contiguous(), (self.rank + 1) % self.size, self._group),
-            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.size, self._group),
-        ]
-        for work in dist.batch_isend_irecv(sends):
-            work.wait()
+        self._transport.swap(
+            received, x.contiguous(), source=(self.rank - 1) % self.size, target=(self.rank + 1) % self.size
+        )
         return received
 
     def any(self, flag: bool) -> bool:
@@ -183,5 +255,9 @@ class SequenceParallel:
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        self._transport.maximum_(flags)
         return bool(flags.item())
+
+    def _rows_of(self, rank: int, num_rows: int) -> slice:
+        run = -(-num_rows // self.size)
+        return slice(min(rank * run, num_rows), min((rank + 1) * run, num_rows))

@@ -3,6 +3,9 @@
 Shapes: S packed rows, s this rank's; C hidden channels, h heads of this rank, D head dimension.
 """
 
+from collections.abc import Iterator
+
+import torch
 import torch.nn.functional as F
 from rushes_kernels.norm import HeadNorm, Update, norm_rows_
 from rushes_kernels.providers import Provider
@@ -14,7 +17,7 @@ from rushes_worker.model.layers import Attention, FeedForward
 from rushes_worker.model.modulation import BlockVectors
 from rushes_worker.model.parameters import Parameters
 from rushes_worker.model.sequence import PackedSequence
-from rushes_worker.parallel import SequenceParallel
+from rushes_worker.parallel import SequenceParallel, Trade
 
 
 class Block:
@@ -40,7 +43,13 @@ class Block:
         self._feed_forward = FeedForward(parameters.under("ff"))
 
     def __call__(
-        self, x_sC: Tensor, due: Update | None, vectors: BlockVectors, tags_s: Tensor, sequence: PackedSequence
+        self,
+        x_sC: Tensor,
+        due: Update | None,
+        vectors: BlockVectors,
+        tags_s: Tensor,
+        sequence: PackedSequence,
+        trade: Trade,
     ) -> Update:
         """Update this rank's rows in place, but for the last addition, which the next norm over them makes.
 
@@ -48,6 +57,7 @@ class Block:
             x_sC: (s, C) residual stream in the compute dtype.
             due: what the block before left to be added.
             tags_s: (s,) uint8 modalities of these rows.
+            trade: how the ranks exchange what they attended to.
 
         Returns:
             What is to be added to `x_sC`.
@@ -62,20 +72,26 @@ class Block:
             shift_MC=vectors.attention_shift,
             tags_S=tags_s,
         )
-        attended_sC = F.linear(self._attend(a_sC, sequence), self._attention.to_out)
-        f_sC = norm_rows_(
-            x_sC,
-            self._norm2,
-            eps,
-            update=Update(attended_sC, vectors.attention_gate),
-            scale_MC=vectors.feed_forward_scale,
-            shift_MC=vectors.feed_forward_shift,
-            tags_S=tags_s,
-        )
-        return Update(self._feed_forward(f_sC), vectors.feed_forward_gate)
+        update_sC = torch.empty_like(x_sC)
+        # while the first rows go through the feed-forward layer, the last ones are still on their way
+        for rows, attended in self._attend(a_sC, sequence, trade):
+            projected = F.linear(attended, self._attention.to_out)
+            # the feed-forward layer can use its memory
+            del attended
+            f_sC = norm_rows_(
+                x_sC[rows],
+                self._norm2,
+                eps,
+                update=Update(projected, vectors.attention_gate),
+                scale_MC=vectors.feed_forward_scale,
+                shift_MC=vectors.feed_forward_shift,
+                tags_S=tags_s[rows],
+            )
+            self._feed_forward(f_sC, update_sC[rows])
+        return Update(update_sC, vectors.feed_forward_gate)
 
-    def _attend(self, a_sC: Tensor, sequence: PackedSequence) -> Tensor:
-        """(s, H * D): all heads of this rank's rows."""
+    def _attend(self, a_sC: Tensor, sequence: PackedSequence, trade: Trade) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, H * D) of all heads and some of this rank's rows, with the rows that they are."""
         pieces = self._parallel.land_rows(a_sC, sequence.num_rows)
         q_ShD, k_ShD, v_ShD, gate_ShD = self._attention.project_pieces(pieces, sequence.num_rows)
         norm = HeadNorm(
@@ -85,7 +101,7 @@ class Block:
             sequence.sin_SR,
             self._config.qk_norm_eps,
         )
-        out_ShD = video_sparse_attention(
+        out_NhD = video_sparse_attention(
             q_ShD,
             k_ShD,
             v_ShD,
@@ -94,5 +110,7 @@ class Block:
             sparsity=self._sparsity,
             norm=norm,
             provider=self._provider,
+            out_NHD=a_sC.new_empty(trade.buffer_rows, *q_ShD.shape[1:]),
+            places_S=trade.places_S,
         )
-        return self._parallel.heads_to_rows(out_ShD)
+        return self._parallel.land_trade(out_NhD, trade)

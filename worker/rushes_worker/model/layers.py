@@ -25,10 +25,12 @@ class FeedForward:
         self._up = parameters.get("net.0.proj.weight")
         self._down = parameters.get("net.2.weight")
 
-    def __call__(self, x_sC: Tensor) -> Tensor:
+    def __call__(self, x_sC: Tensor, out_sC: Tensor | None = None) -> Tensor:
+        """(s, C), in `out_sC` if that is given."""
         num_parts = max(1, -(-len(x_sC) // _FEED_FORWARD_ROWS))
         rows = max(1, -(-len(x_sC) // (num_parts * _ROW_MULTIPLE))) * _ROW_MULTIPLE
-        out_sC = x_sC.new_empty(len(x_sC), len(self._down))
+        if out_sC is None:
+            out_sC = x_sC.new_empty(len(x_sC), len(self._down))
         for x, out in zip(x_sC.split(rows), out_sC.split(rows), strict=True):
             torch.mm(swiglu(F.linear(x, self._up)), self._down.T, out=out)
         return out_sC

@@ -100,7 +100,8 @@ class Transformer:
     def run_block(self, layer: int, step: int, x_sC: Tensor, sequence: PackedSequence) -> Tensor:
         """One block alone: (s, C) residual before it, which is changed, to (s, C) after it."""
         tags_s = sequence.tags_S[self._parallel.own_rows(sequence.num_rows)]
-        due = self._blocks[layer](x_sC, None, self._modulation.block(layer, step), tags_s, sequence)
+        trade = self._parallel.plan_trade(sequence.num_rows)
+        due = self._blocks[layer](x_sC, None, self._modulation.block(layer, step), tags_s, sequence, trade)
         norm_rows_(x_sC, self._norm_out, self._config.final_norm_eps, update=due, tags_S=tags_s)
         return x_sC
 
@@ -138,8 +139,9 @@ class Transformer:
 
         due = None
         tags_s = sequence.tags_S[own]
+        trade = self._parallel.plan_trade(sequence.num_rows)
         for layer, block in enumerate(self._blocks):
-            due = block(x_sC, due, self._modulation.block(layer, step), tags_s, sequence)
+            due = block(x_sC, due, self._modulation.block(layer, step), tags_s, sequence, trade)
         shift_MC, scale_MC = self._modulation.out(step)
         y_sC = norm_rows_(
             x_sC,
