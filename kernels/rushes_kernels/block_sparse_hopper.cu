@@ -40,6 +40,14 @@ struct Plan {
         return group < prefix_groups ? group * GROUP : num_prefix_tiles + (group - prefix_groups) * GROUP;
     }
     __device__ int end_tile(int unit) const { return unit % groups() < prefix_groups ? num_prefix_tiles : num_tiles; }
+    // whether no query tile of the unit has rows: only tiles of the prefix are ever empty
+    __device__ bool is_empty(int unit, const int* sizes) const {
+        if (unit % groups() >= prefix_groups) return false;
+        int rows = 0;
+        for (int tile = first_tile(unit); tile < min(first_tile(unit) + GROUP, num_prefix_tiles); tile++)
+            rows += sizes[tile];
+        return rows == 0;
+    }
     // the list of the prefix is as long as can be, all others have the strides
     __device__ int* shared_list(int list) const {
         return list ? shared + num_tiles + (i64)(list - 1) * shared_stride : shared;
@@ -101,10 +109,12 @@ struct Walk {
 };
 
 __device__ __forceinline__ void produce(const Ring& ring, const TensorMap* keys, const TensorMap* values,
-                                        const int* units, int max_units, const Plan& plan, int lane) {
+                                        const int* sizes, const int* units, int max_units, const Plan& plan,
+                                        int lane) {
     u32 slot = 0, parity = 1, place = 0;
 #pragma unroll 1
     for (int u = 0; u < max_units && units[u] >= 0; u++) {
+        if (plan.is_empty(units[u], sizes)) continue;
         const int list = plan.list(units[u]), length = plan.lengths[list * (1 + GROUP)];
         const int first_row = units[u] / plan.groups() * plan.num_tiles * ROWS;
         const int* entries = plan.shared_list(list);
@@ -146,6 +156,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
     const int at = (threadIdx.x % 128 / 32 * 16 + lane / 4) * (DIM / 2) + lane % 4;
 #pragma unroll 1
     for (int u = 0; u < max_units && units[u] >= 0; u++) {
+        if (plan.is_empty(units[u], sizes)) continue;
         const int list = plan.list(units[u]), head = units[u] / plan.groups();
         const int tile = plan.first_tile(units[u]) + user;
         const bool present = tile < plan.end_tile(units[u]);
@@ -190,8 +201,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
     }
 }
 
-// q, out: (heads, tiles, ROWS, DIM) bf16. sizes: valid rows of every tile; the others of out become 0. units: (blocks,
-// max_units), the (head, group) pairs of each block, -1 ends.
+// q, out: (heads, tiles, ROWS, DIM) bf16. sizes: valid rows of every tile, none for tiles of the prefix that are left
+// out; the other rows of out become 0, those of a unit without rows are not written. units: (blocks, max_units), the
+// (head, group) pairs of each block, -1 ends.
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
     attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* queries,
            u32* outputs, const int* sizes, const int* units, int max_units, float log2_scale,
@@ -212,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
     units += blockIdx.x * max_units;
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (threadIdx.x < 32) produce(ring, &keys, &values, units, max_units, plan, lane);
+        if (threadIdx.x < 32) produce(ring, &keys, &values, sizes, units, max_units, plan, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(ring, queries, outputs, sizes, log2_scale, units, max_units, plan, warpgroup - 1, lane);
@@ -242,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     const int first = group * GROUP, video = n - plan.num_prefix_tiles;
     const int present = list ? min(GROUP, video - first) : GROUP, everybody = (1 << present) - 1;
 
-    for (int i = thread; i < n; i += MERGE_THREADS) users[i] = !list || i < plan.num_prefix_tiles ? everybody : 0;
+    for (int i = thread; i < n; i += MERGE_THREADS)
+        users[i] = (!list || i < plan.num_prefix_tiles) && sizes[i] ? everybody : 0;
     __syncthreads();
     const i64 query = (i64)head * video + first;
     int listed[GROUP];

@@ -33,7 +33,7 @@ def pack_tiles(x_SHD: Tensor, rows_nB: Tensor, sizes_n: Tensor) -> tuple[Tensor,
     Args:
         x_SHD: (S, H, D) bf16, fp16 or fp32; rows and heads may lie apart. D is a power of two from 16 to 128.
         rows_nB: (n, B) int64 rows in 0..S-1.
-        sizes_n: (n,) int64 in 1..B.
+        sizes_n: (n,) int64 in 0..B; the means of an empty tile are 0.
 
     Returns:
         (H, n, B, D) in the dtype of `x_SHD`, and (H, n, D) fp32.
@@ -125,7 +125,7 @@ def unpack_tiles(
         fine_HnBD: (H, n, B, D) bf16, fp16 or fp32, contiguous. D is a power of two from 16 to 128.
         coarse_HnD: (H, n, D) fp32, contiguous.
         gate_SHD: (S, H, D), the dtype of `fine_HnBD`; rows and heads may lie apart.
-        rows_nB, sizes_n: as in `pack_tiles`; every row lies in one valid place.
+        rows_nB, sizes_n: as in `pack_tiles`. A row that lies in no valid place, but in one past a size, becomes 0.
         out_NHD: written instead of a new tensor, contiguous, the dtype of `fine_HnBD`; rows that get none stay.
         places_S: (S,) int64, the row of the result that each packed row goes to.
 

@@ -1,6 +1,7 @@
 // The passes around block-sparse attention, compiled by NVRTC for one element type: TYPE 0 bf16, 1 fp16, 2 fp32; and,
 // with LANES, ROTARY, HEADS and PLACES, `pack_heads` for one shape of heads and tiles.
-// Rows are read and written in words of 16 bytes; a block takes one tile of one head.
+// Rows are read and written in words of 16 bytes; a block takes one tile of one head. A tile may be empty: its means
+// are 0.
 
 constexpr int THREADS = 256;
 constexpr int WORD = TYPE == 2 ? 4 : 8;  // elements in 16 bytes
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int channel = threadIdx.x; channel < channels; channel += THREADS) {
         float total = 0;
         for (int i = 0; i < step; i++) total += partial[i * channels + channel];
-        means[out * channels + channel] = total / size;
+        means[out * channels + channel] = total / max(size, 1);
     }
 }
 
@@ -153,14 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         float total = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) total += partial[i][at];
-        means[((i64)(first + at / CHANNELS) * gridDim.x + tile) * CHANNELS + at % CHANNELS] = total / size;
+        means[((i64)(first + at / CHANNELS) * gridDim.x + tile) * CHANNELS + at % CHANNELS] = total / max(size, 1);
     }
 }
 #endif
 
 // fine: (heads, tiles, places, words of a row); coarse: (heads, tiles, channels) fp32 or null, gate with strides in
-// words; out: (rows, heads, words of a row), row i going to its row targets[i], or i if there are none. Only valid places
-// are written.
+// words; out: (rows, heads, words of a row), row i going to its row targets[i], or i if there are none. Valid
+// places are written; a row that lies in no valid place, but in one past a size, becomes 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
     unpack(const void* fine, const float* __restrict__ coarse, const void* gate, void* out,
            const i64* __restrict__ targets, const i64* __restrict__ rows, const i64* __restrict__ sizes, int places,
@@ -188,5 +189,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             value.set(sum);
         }
         value.store(out, (target * gridDim.y + head) * words + word);
+    }
+    // places past the size repeat the last row, or have rows of their own that are left out
+    for (int place = size + threadIdx.x / words; place < places; place += step) {
+        const i64 row = rows[(i64)tile * places + place], target = targets ? targets[row] : row;
+        if (size && row == rows[(i64)tile * places + size - 1]) break;
+        const Word zeros = {};
+        zeros.store(out, (target * gridDim.y + head) * words + word);
     }
 }

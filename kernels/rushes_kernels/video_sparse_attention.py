@@ -39,16 +39,22 @@ _CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 @dataclass(frozen=True, eq=False)
 class TileMap:
-    """Which packed rows form which tile. Tile order: the prefix segments one after the other, then the video boxes."""
+    """Which packed rows form which tile. Tile order: the prefix segments one after the other, then the video boxes.
+
+    A map with spare rows lets its first segment be shorter from one use to the next, without another map.
+    """
 
     rows_nB: Tensor
     """(n, B) int64: the packed row in each place of a tile; places past the tile's size repeat its last row."""
     sizes_n: Tensor
-    """(n,) int64: valid rows per tile, 1..B."""
+    """(n,) int64: valid rows per tile, 1..B, or 0 where they are spare."""
     places_S: Tensor
     """(S,) int64: the place, counted through all tiles (tile * B + place in it), that each packed row sits in."""
     num_prefix_tiles: int
     num_prefix_rows: int
+    absence_o: Tensor | None = None
+    """(o,) fp32, if the first o tiles, all of them prefix, may be shorter than their rows or empty: what a score of the
+    tile has added to it, 0 or minus infinity. `shorten_` says which rows count."""
 
     @property
     def num_tiles(self) -> int:
@@ -77,13 +83,44 @@ class TileMap:
         """(S,) int64: the tile of each packed row."""
         return self.places_S // self.tile_rows
 
+    @property
+    def counted_S(self) -> Tensor:
+        """(S,) bool: packed rows that count."""
+        return self.valid_nB.flatten()[self.places_S]
+
     def to(self, device: torch.device | str) -> Self:
         return replace(
             self,
             rows_nB=self.rows_nB.to(device),
             sizes_n=self.sizes_n.to(device),
             places_S=self.places_S.to(device),
+            absence_o=None if self.absence_o is None else self.absence_o.to(device),
         )
+
+    def with_spare_rows(self, num_rows: int) -> Self:
+        """The map, with its first `num_rows` rows, whole tiles of one segment, for `shorten_` to leave some out.
+
+        What attention gives rows that are left out means nothing, but is finite if they are.
+
+        Raises:
+            ValueError: the rows are no whole tiles of the prefix.
+        """
+        num_spare, rest = divmod(num_rows, self.tile_rows)
+        if rest or num_rows > self.num_prefix_rows:
+            raise ValueError(
+                f"spare rows must be whole tiles of {self.tile_rows} among the {self.num_prefix_rows} of the prefix, "
+                f"got {num_rows}"
+            )
+        return replace(self, absence_o=torch.zeros(num_spare, device=self.sizes_n.device))
+
+    def shorten_(self, length: Tensor) -> None:
+        """From now on only the first `length` (one int64, at least 1) of the spare rows count. Waits for nothing."""
+        assert self.absence_o is not None
+        num_spare = len(self.absence_o)
+        starts_o = torch.arange(0, num_spare * self.tile_rows, self.tile_rows, device=length.device)
+        sizes_o = (length - starts_o).clamp(0, self.tile_rows)
+        self.sizes_n[:num_spare] = sizes_o
+        self.absence_o.zero_().masked_fill_(sizes_o == 0, -torch.inf)
 
 
 def tile_map(
@@ -143,14 +180,15 @@ def video_sparse_attention_ref(
     scale = q_SHD.shape[-1] ** -0.5
     P, V = tiles.num_prefix_tiles, tiles.num_video_tiles
 
-    member_nS = (tiles.tiles_S == torch.arange(tiles.num_tiles, device=q_SHD.device)[:, None]).float()
-    pool_nS = member_nS / member_nS.sum(1, keepdim=True)
+    member_nS = (tiles.tiles_S == torch.arange(tiles.num_tiles, device=q_SHD.device)[:, None]) & tiles.counted_S
+    pool_nS = member_nS.float() / member_nS.sum(1, keepdim=True).clamp(min=1)
     scores_Hnn = (pool_nS @ q_HSD) @ (pool_nS @ k_HSD).transpose(1, 2) * scale
+    scores_Hnn = scores_Hnn.masked_fill(~member_nS.any(1), -torch.inf)
 
     selected_Hnn = torch.ones_like(scores_Hnn, dtype=torch.bool)
     ranking = scores_Hnn[:, P:, P:].argsort(dim=-1, descending=True, stable=True)
     selected_Hnn[:, P:, P:] = ranking.argsort(dim=-1) < num_selected_tiles(sparsity, V)
-    selected_HSS = selected_Hnn[:, tiles.tiles_S][:, :, tiles.tiles_S]
+    selected_HSS = selected_Hnn[:, tiles.tiles_S][:, :, tiles.tiles_S] & tiles.counted_S
 
     logits_HSS = (q_HSD @ k_HSD.transpose(1, 2) * scale).masked_fill(~selected_HSS, -torch.inf)
     out_HSD = logits_HSS.softmax(-1) @ v_HSD
@@ -214,13 +252,15 @@ def video_sparse_attention(
     q_HSD, k_HSD, v_HSD = (x.transpose(0, 1).contiguous() for x in (q_SHD, k_SHD, v_SHD))
     q_HnBD, k_HnBD, v_HnBD = (x[:, tiles.rows_nB] for x in (q_HSD, k_HSD, v_HSD))
     scores_Hnn = _pool(q_HnBD, tiles) @ _pool(k_HnBD, tiles).transpose(1, 2) * q_SHD.shape[-1] ** -0.5
+    _leave_out_absent(scores_Hnn, tiles)
 
     P, p = tiles.num_prefix_tiles, tiles.num_prefix_rows
     selected_HVk = select_tiles(scores_Hnn[:, P:, P:], k)
     video_HVBD = _attend_selected(q_HnBD[:, P:], k_HnBD, v_HnBD, selected_HVk, tiles)
     out_HSD = video_HVBD.flatten(1, 2)[:, tiles.places_S[p:] - P * tiles.tile_rows]
     if p:
-        prefix_HpD = F.scaled_dot_product_attention(q_HSD[None, :, :p], k_HSD[None], v_HSD[None])[0]
+        mask_1S = None if tiles.absence_o is None else tiles.counted_S[None]
+        prefix_HpD = F.scaled_dot_product_attention(q_HSD[None, :, :p], k_HSD[None], v_HSD[None], attn_mask=mask_1S)[0]
         out_HSD = torch.cat([prefix_HpD, out_HSD], dim=1)
 
     if gate_SHD is not None:
@@ -273,6 +313,7 @@ def _by_kernels(
     (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = packed
     scale = q_SHD.shape[-1] ** -0.5
     scores_Hnn = torch.baddbmm(q_HnD.new_empty(1, 1, 1), q_HnD, k_HnD.transpose(1, 2), beta=0, alpha=scale)
+    _leave_out_absent(scores_Hnn, tiles)
     lists_HVk = choose_tiles(scores_Hnn, tiles.num_prefix_tiles, k)
     fine_HnBD = block_sparse_attention(
         q_HnBD,
@@ -341,7 +382,13 @@ def select_tiles(scores: Tensor, k: int) -> Tensor:
 def _pool(x_HnBD: Tensor, tiles: TileMap) -> Tensor:
     """Means over the valid rows of each tile: (H, n, D) fp32."""
     valid_n1B = tiles.valid_nB[:, None].float()
-    return (valid_n1B @ x_HnBD.float()).squeeze(2) / tiles.sizes_n[:, None]
+    return (valid_n1B @ x_HnBD.float()).squeeze(2) / tiles.sizes_n.clamp(min=1)[:, None]
+
+
+def _leave_out_absent(scores_Hnn: Tensor, tiles: TileMap) -> None:
+    """No tile scores one without rows, in place."""
+    if tiles.absence_o is not None:
+        scores_Hnn[..., : len(tiles.absence_o)] += tiles.absence_o
 
 
 def _attend_selected(q_HVBD: Tensor, k_HnBD: Tensor, v_HnBD: Tensor, selected_HVk: Tensor, tiles: TileMap) -> Tensor:

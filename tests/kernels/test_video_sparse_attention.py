@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -229,6 +230,37 @@ class TestVideoSparseAttention:
             video_sparse_attention(q, k[:-1], v, gate, tiles, sparsity=0.0)
         with pytest.raises(ValueError, match="67 rows, got 66"):
             video_sparse_attention(q[1:], k[1:], v[1:], gate[1:], tiles, sparsity=0.0)
+
+
+class TestSpareRows:
+    """A first segment that is shorter than its rows."""
+
+    AUDIO, GRID = 9, (5, 6, 7)
+
+    def spare(self, length: int) -> TileMap:
+        tiles = tile_map([128, self.AUDIO], self.GRID).with_spare_rows(128)
+        tiles.shorten_(torch.tensor(3))
+        tiles.shorten_(torch.tensor(length))
+        return tiles
+
+    @pytest.mark.parametrize("attend", [video_sparse_attention, video_sparse_attention_ref])
+    @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128])
+    def test_change_nothing_for_the_rows_that_count(self, attend: Callable[..., Tensor], length: int) -> None:
+        tiles, exact = self.spare(length), tile_map([length, self.AUDIO], self.GRID)
+        inputs = random_inputs(tiles)
+        counted = torch.cat([torch.arange(length), torch.arange(128, tiles.num_rows)])
+        for x in inputs:
+            x[length:128] = 1e4
+        expected = attend(*(x[counted] for x in inputs), exact, sparsity=0.6)
+        actual = attend(*inputs, tiles, sparsity=0.6)
+        torch.testing.assert_close(actual[counted], expected, **TOLERANCE)
+        assert actual.isfinite().all()
+
+    def test_must_be_whole_tiles_of_the_prefix(self) -> None:
+        tiles = tile_map([130], self.GRID)
+        for rows in (70, 192):
+            with pytest.raises(ValueError, match=f"among the 130 of the prefix, got {rows}"):
+                tiles.with_spare_rows(rows)
 
 
 class TestTarget:
