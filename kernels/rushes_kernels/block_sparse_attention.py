@@ -64,8 +64,8 @@ def block_sparse_attention(
             size does not count but must be finite; those of q give rows of the result that mean nothing.
         lists_HVL: (H, V, L) int32 key tiles in [P, n), none twice among the first `counts` of a list.
         counts_HV: (H, V) int32, 0..L.
-        sizes_n: (n,) int32 valid rows of each tile, 1..B, or 0 for tiles of the prefix: no tile attends to those, and what
-            they get means nothing.
+        sizes_n: (n,) int32 valid rows of each tile, 1..B, or 0 for tiles of the prefix: no tile attends to those, and
+            what they get means nothing.
         num_prefix_tiles: P.
         provider: HOPPER (bf16, B 64, D 128, n up to 4,096) or TRITON (any floating dtype; B and D 16, 32, 64 or 128).
         check: also read the lists, which costs a synchronisation. Unchecked, wrong entries cause wrong results but no
