@@ -68,12 +68,14 @@ class FastH3Pipeline:
         sp: int = 1,
         device: str = "cpu",
         options: Sequence[str] = (),
+        parallel: SequenceParallel | None = None,
     ) -> None:
         """Check the checkpoint, join the other ranks and load this rank's part of every component.
 
         Args:
             checkpoint: a directory, or one that was opened.
             options: `attention=PROVIDER` asks for a provider of sparse attention; by default the device decides.
+            parallel: this rank's place, instead of joining others as `rank` of `sp` on `device`.
 
         Raises:
             CheckpointError: the directory cannot be served.
@@ -86,7 +88,7 @@ class FastH3Pipeline:
                 raise ValueError(f"this pipeline takes the option attention=PROVIDER, got {option}")
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         self._config = opened.transformer_config
-        self._parallel = SequenceParallel.connect(rank, sp, device)
+        self._parallel = parallel or SequenceParallel.connect(rank, sp, device)
         self._device = self._parallel.device
         precision = Precision.of(self._device)
         if self._device.type == "cuda":
