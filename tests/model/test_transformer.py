@@ -91,7 +91,8 @@ class TestAgainstDiffusers:
         modulation = Modulation(CONFIG, parameters, SCHEDULE)
         parallel = SequenceParallel.single()
         block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel)
-        due = block(states, None, modulation.block(layer, step), sequence.tags_S, sequence)
+        trade = parallel.plan_trade(sequence.num_rows)
+        due = block(states, None, modulation.block(layer, step), sequence.tags_S, sequence, trade)
         actual = states + due.rows_SC * due.gate_MC[tags]
         torch.testing.assert_close(actual, expected, **TOLERANCE)
 
