@@ -1,4 +1,4 @@
-"""`rushes bench`: time whole clips on one GPU, from the prompt to the finished MP4."""
+"""`rushes bench pipeline`: time whole clips on one GPU, from the prompt to the finished MP4."""
 
 import argparse
 import json
@@ -25,13 +25,12 @@ from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
 from rushes_worker.media.process import ClipSpec, MediaProcess
-from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
 
-from rushes_cli.main import UsageError
+from rushes_cli import bench_share
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of
 
-SYNTHETIC = "synthetic"
 MEDIA_SECONDS = 120.0
 TOP_KERNELS = 18
 MAX_ERROR = 5e-2
@@ -39,48 +38,17 @@ MAX_ERROR = 5e-2
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("bench", help="time whole clips on one GPU")
+    parser = subparsers.add_parser("bench", help="time whole clips, or one rank's share of them")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     pipeline = actions.add_parser("pipeline", help="prompt to MP4 on cuda:0, with the time of every stage")
-    pipeline.add_argument(
-        "--weights",
-        required=True,
-        metavar="DIR",
-        help=f"a checkpoint, or `{SYNTHETIC}`: the released sizes with random weights, drawn on the GPU",
-    )
-    pipeline.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="clip lengths (default 5)")
-    pipeline.add_argument("--tokens", type=int, nargs="+", default=[1000], help="prompt lengths (default 1000)")
-    pipeline.add_argument("--size", default="1344x768", help="canvas (default 1344x768)")
-    pipeline.add_argument("--repeat", type=int, default=3, help="clips that count, after --warm-up (default 3)")
-    pipeline.add_argument("--warm-up", type=int, default=1, help="clips before them (default 1)")
-    pipeline.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
-    pipeline.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+    add_clip_options(pipeline, warm_up=1, repeat=3)
     pipeline.add_argument("--keep", type=Path, metavar="FILE", help="keep the last clip")
     pipeline.add_argument("--parts", action="store_true", help="time one denoise step and one unit, not whole clips")
     pipeline.add_argument("--plain", nargs="*", default=[], choices=OPERATIONS, help="compute these in plain PyTorch")
     pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
     pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
     pipeline.set_defaults(run=_pipeline)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A clip to time."""
-
-    width: int
-    height: int
-    seconds: float
-    tokens: int
-
-    @property
-    def title(self) -> str:
-        return f"{self.seconds:g} s, {self.tokens:,} tokens, {self.width}x{self.height}"
-
-    def request(self, seed: int) -> RenderRequest:
-        words = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
-        prompt = (words * (self.tokens // len(words) + 1))[: self.tokens - 1] + "."
-        frames = Clip.for_seconds(self.seconds).num_frames
-        return RenderRequest("bench", 1, prompt, seed, self.width, self.height, frames)
+    bench_share.add_parser(actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,32 +131,12 @@ class ProfilingReporter(TimedReporter):
 
 
 def _pipeline(arguments: argparse.Namespace) -> int:
-    cases = _cases(arguments)
+    cases = cases_of(arguments)
     if not torch.cuda.is_available():
         raise RushesError("needs a CUDA device")
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess() as media:
         _bench(arguments, cases, Path(name), media)
     return 0
-
-
-def _cases(arguments: argparse.Namespace) -> list[Case]:
-    """
-    Raises:
-        UsageError: a size, a length or a count cannot be.
-    """
-    try:
-        width, height = map(int, arguments.size.split("x"))
-    except ValueError:
-        raise UsageError(f"--size must be WIDTHxHEIGHT, got {arguments.size}") from None
-    for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
-        if count < least:
-            raise UsageError(f"{name} must be at least {least}, got {count}")
-    try:
-        for seconds in arguments.seconds:
-            Clip.for_seconds(seconds)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
-    return [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
 
 
 def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media: MediaProcess) -> None:

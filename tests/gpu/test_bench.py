@@ -46,3 +46,13 @@ def test_a_wrong_kernel_gets_no_figures(
     shown = capfd.readouterr()
     assert "no figures" in shown.err
     assert "{" not in shown.out
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_a_share_has_its_times_and_its_memory(checkpoint: Path, sp: int, capfd: pytest.CaptureFixture[str]) -> None:
+    clip = ["--size", "384x320", "--tokens", "50"]
+    assert main(["bench", "share", "--weights", str(checkpoint), "--sp", str(sp), *clip]) == 0
+    figures = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert figures["units"] == (7 if sp == 1 else 4)
+    assert all(figures[name] > 0 for name in ("encoding", "denoising", "decoding", "resident_gib"))
+    assert figures["peak_gib"] > figures["resident_gib"]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rushes_cli.bench import Case, check_kernels, transformer_flop
+from rushes_cli.bench import check_kernels, transformer_flop
+from rushes_cli.bench_case import Case
 from rushes_cli.main import main
 from rushes_core.errors import InvalidOutput
 from rushes_kernels import plain

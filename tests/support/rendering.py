@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 from rushes_worker.parallel import SequenceParallel
-from rushes_worker.pipeline.base import Cancelled, RenderRequest
+from rushes_worker.pipeline.base import Cancelled, Pipeline, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.transport import GroupTransport
+from support.transport import Recording
+from torch import Tensor
 
 
 @dataclass
@@ -84,3 +87,27 @@ def fail_on_rank(parallel: SequenceParallel, checkpoint: Path, broken_rank: int)
         if decoder is not None:
             decoder._mean.copy_(mean)
     return errors
+
+
+def render_recording(
+    parallel: SequenceParallel, checkpoint: Path, one: RenderRequest
+) -> tuple[RecordingReporter, list[Tensor]]:
+    """What one rank of a group reports of a request, and all that reached it from the others."""
+    transport = Recording(GroupTransport())
+    here = SequenceParallel(parallel.rank, parallel.size, parallel.device, transport)
+    return render_as(here, checkpoint, one), transport.arrived
+
+
+def render_whole(pipeline: Pipeline, one: RenderRequest, reporter: RecordingReporter) -> None:
+    """Render and hand everything over."""
+    remainder = pipeline.render(one, reporter)
+    if remainder is not None:
+        remainder.hand_over()
+
+
+def render_as(here: SequenceParallel, checkpoint: Path, one: RenderRequest) -> RecordingReporter:
+    """What a pipeline reports that is given its place among the ranks."""
+    pipeline = FastH3Pipeline(checkpoint, rank=here.rank, sp=here.size, device=str(here.device), parallel=here)
+    reporter = RecordingReporter()
+    render_whole(pipeline, one, reporter)
+    return reporter

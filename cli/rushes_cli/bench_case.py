@@ -1,0 +1,69 @@
+"""What benchmarks render: clips by size, length and prompt, and the options that name them."""
+
+import argparse
+from dataclasses import dataclass
+
+from rushes_core.clip import Clip
+from rushes_worker.pipeline.base import RenderRequest
+
+from rushes_cli.main import UsageError
+
+SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A clip to time."""
+
+    width: int
+    height: int
+    seconds: float
+    tokens: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.seconds:g} s, {self.tokens:,} tokens, {self.width}x{self.height}"
+
+    def request(self, seed: int) -> RenderRequest:
+        words = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
+        prompt = (words * (self.tokens // len(words) + 1))[: self.tokens - 1] + "."
+        frames = Clip.for_seconds(self.seconds).num_frames
+        return RenderRequest("bench", 1, prompt, seed, self.width, self.height, frames)
+
+
+def add_clip_options(parser: argparse.ArgumentParser, *, warm_up: int, repeat: int) -> None:
+    parser.add_argument(
+        "--weights",
+        required=True,
+        metavar="DIR",
+        help=f"a checkpoint, or `{SYNTHETIC}`: the released sizes with random weights, drawn on the GPU",
+    )
+    parser.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="clip lengths (default 5)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000], help="prompt lengths (default 1000)")
+    parser.add_argument("--size", default="1344x768", help="canvas (default 1344x768)")
+    parser.add_argument(
+        "--repeat", type=int, default=repeat, help=f"clips that count, after --warm-up (default {repeat})"
+    )
+    parser.add_argument("--warm-up", type=int, default=warm_up, help=f"clips before them (default {warm_up})")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
+    parser.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """
+    Raises:
+        UsageError: a size, a length or a count cannot be.
+    """
+    try:
+        width, height = map(int, arguments.size.split("x"))
+    except ValueError:
+        raise UsageError(f"--size must be WIDTHxHEIGHT, got {arguments.size}") from None
+    for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
+        if count < least:
+            raise UsageError(f"{name} must be at least {least}, got {count}")
+    try:
+        for seconds in arguments.seconds:
+            Clip.for_seconds(seconds)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    return [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
