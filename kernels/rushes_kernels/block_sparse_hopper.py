@@ -44,7 +44,7 @@ def attend(
         raise ValueError("q, k and v must start at multiples of 16 bytes")
     device = q_HnBD.device
     L = lists_HVL.shape[-1]
-    prefix_groups, video_groups = math.ceil(P / GROUP), math.ceil((n - P) / GROUP)
+    prefix_groups, video_groups = _num_groups(n, P)
     num_lists = 1 + H * video_groups
     longest = min(n, P + L)
     shared_stride = min(n, P + GROUP * L)
@@ -65,7 +65,7 @@ def attend(
         shared_memory=8 * n,
     )
 
-    units = _schedule(H, prefix_groups, video_groups, n, longest, device)
+    units = schedule(H, n, P, L, device)
     out_HnBD = torch.empty_like(q_HnBD)
     log2_scale = ctypes.c_float(DIM**-0.5 * math.log2(math.e))
     maps = [TensorMap.of(x) for x in (k_HnBD, v_HnBD)]
@@ -110,15 +110,21 @@ def _module(device: torch.device) -> Module:
     )
 
 
+def _num_groups(n: int, P: int) -> tuple[int, int]:
+    """Units of a head: of prefix and of video tiles."""
+    return math.ceil(P / GROUP), math.ceil((n - P) / GROUP)
+
+
 @cache
-def _schedule(
-    heads: int, prefix_groups: int, video_groups: int, prefix_cost: int, video_cost: int, device: torch.device
-) -> Tensor:
-    """(blocks, units of a block) int32: head * groups + group, -1 past the end.
+def schedule(heads: int, n: int, P: int, L: int, device: torch.device) -> Tensor:
+    """(blocks, units of a block) int32 for n tiles, P of them prefix, and lists of L: head * groups + group, -1 past
+    the end.
 
     Long units first, then head by head, so that all blocks read the keys of one head at a time; each to the block that
     is free first.
     """
+    prefix_groups, video_groups = _num_groups(n, P)
+    prefix_cost, video_cost = n, min(n, P + L)
     groups = prefix_groups + video_groups
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     long = [(head * groups + group, prefix_cost) for head in range(heads) for group in range(prefix_groups)]

@@ -289,6 +289,17 @@ def prepare_video_sparse_attention(
     torch.cuda.synchronize(device)
 
 
+def plan_video_sparse_attention(
+    tiles: TileMap, provider: Provider, *, heads: int, sparsity: float, device: torch.device | str
+) -> None:
+    """Make what `provider` keeps for this shape, which the op would make when it is first called."""
+    if provider is Provider.HOPPER:
+        from rushes_kernels.block_sparse_hopper import schedule
+
+        k = num_selected_tiles(sparsity, tiles.num_video_tiles)
+        schedule(heads, tiles.num_tiles, tiles.num_prefix_tiles, k, torch.device(device))
+
+
 def _by_kernels(
     q_SHD: Tensor,
     k_SHD: Tensor,

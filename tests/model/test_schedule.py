@@ -1,7 +1,7 @@
 import pytest
 import torch
 from diffusers import MiniMaxH3Scheduler
-from rushes_worker.pipeline.schedule import Grid, Schedule
+from rushes_worker.pipeline.schedule import Grid, Schedule, step_
 from support.tiny_model import RUNGS, tiny_contract
 
 # sigma and time of the eight-step student, video shift 10 and audio shift 3 (FastH3 reference, fp32)
@@ -92,3 +92,13 @@ def test_schedule_takes_rungs_and_shifts_from_the_contract() -> None:
     assert schedule.num_steps == len(RUNGS)
     assert torch.equal(schedule.video.sigmas, Grid.from_rungs(RUNGS, 12.0).sigmas)
     assert torch.equal(schedule.audio.sigmas, Grid.from_rungs(RUNGS, 5.0).sigmas)
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_step_in_place_with_coefficients_of_the_device_is_the_same_step(modality: str) -> None:
+    grid: Grid = getattr(Schedule.from_contract(tiny_contract()), modality)
+    sample, velocity = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    for index in range(len(grid.timesteps)):
+        expected = grid.step(index, sample, velocity)
+        step_(sample, velocity, grid.coefficients.index_select(0, torch.tensor([index]))[0])
+        assert torch.equal(sample, expected)

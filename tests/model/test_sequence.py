@@ -84,6 +84,35 @@ def test_a_square_canvas_spans_thirty_two() -> None:
     assert video[:, 1].unique().tolist() == [0.0, 8.0, 16.0, 24.0]
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 129, 192])
+def test_a_text_capacity_serves_every_length(length: int) -> None:
+    lengths = {"audio_latents": 9, "latent_frames": 6, "latent_height": 10, "latent_width": 14}
+    config = tiny_config()
+    exact = PackedSequence.build(config, text_length=length, **lengths)
+    built = PackedSequence.build(config, text_length=length, text_capacity=192, **lengths)
+    changed = PackedSequence.build(config, text_length=100, text_capacity=192, **lengths)
+    changed.shorten_text_(torch.tensor([length]), config)
+    for sequence in (built, changed):
+        counted = sequence.tiles.counted_S
+        assert counted.nonzero().squeeze(1).tolist() == [*range(length), *range(192, sequence.num_rows)]
+        for name in ("cos_SR", "sin_SR", "tags_S"):
+            assert torch.equal(getattr(sequence, name)[counted], getattr(exact, name)), name
+        assert torch.equal(sequence.tiles.sizes_n[sequence.tiles.sizes_n > 0], exact.tiles.sizes_n)
+
+
+def test_a_prompt_that_the_text_capacity_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="64 rows does not hold 65 tokens"):
+        PackedSequence.build(
+            tiny_config(),
+            text_length=65,
+            text_capacity=64,
+            audio_latents=1,
+            latent_frames=1,
+            latent_height=2,
+            latent_width=2,
+        )
+
+
 def test_tiles_keep_text_and_audio_apart() -> None:
     sequence = build(70, 35, 5, 6, 10)
     assert sequence.tiles.num_prefix_tiles == 2 + 2

@@ -92,7 +92,7 @@ class TestAgainstDiffusers:
         parallel = SequenceParallel.single()
         block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel)
         trade = parallel.plan_trade(sequence.num_rows)
-        due = block(states, None, modulation.block(layer, step), sequence.tags_S, sequence, trade)
+        due = block(states, None, modulation.at(step).block(layer), sequence.tags_S, sequence, trade)
         actual = states + due.rows_SC * due.gate_MC[tags]
         torch.testing.assert_close(actual, expected, **TOLERANCE)
 
@@ -168,6 +168,20 @@ class TestSparseStudent:
         differences = [(a - b).abs().amax() for a, b in zip(swapped, expect(oracle, Clip()), strict=True)]
         assert min(differences) > 100 * TOLERANCE["atol"]
 
+    @pytest.mark.parametrize("length", [1, 63, 64, 127, 128])
+    def test_spare_text_rows_change_nothing(self, oracle: torch.nn.Module, length: int) -> None:
+        transformer = load(student_weights(oracle, gate_scale=0.2), sparsity=0.5)
+        clip = Clip(length, 9, 9, 14, 14)
+        expected = run(transformer, clip, step=2)
+        sequence = PackedSequence.build(CONFIG, **clip.shape, text_capacity=128)
+        text_embeds = torch.nn.functional.pad(clip.text_embeds(CONFIG), (0, 0, 0, 128 - length))
+        text_rows = transformer.refine(text_embeds, torch.tensor([length]))
+        audio, video = clip.latent_rows(CONFIG)
+        for step in (2, torch.tensor([2])):
+            actual = transformer.forward(step, text_rows, audio, video, sequence)
+            for mine, theirs in zip(actual, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
     @pytest.mark.parametrize("name", ["text", "audio", "video"])
     def test_wrong_number_of_rows_is_refused(self, oracle: torch.nn.Module, name: str) -> None:
         transformer, clip = load(student_weights(oracle)), Clip()
@@ -201,9 +215,16 @@ class TestModulation:
             for layer, block in enumerate(model.transformer_blocks):
                 expected = block.adaln_proj(embedding)
                 for modality, row in ((Modality.VIDEO, 0), (Modality.TEXT, 1), (Modality.AUDIO, 5)):
-                    for mine, theirs in zip(modulation.block(layer, step), expected, strict=True):
+                    for mine, theirs in zip(modulation.at(step).block(layer), expected, strict=True):
                         assert mine.dtype == dtype
                         torch.testing.assert_close(mine[modality], theirs[row], atol=1e-6, rtol=1e-6)
+
+    @pytest.mark.parametrize("step", range(SCHEDULE.num_steps))
+    def test_step_may_lie_on_the_device(self, oracle: torch.nn.Module, step: int) -> None:
+        modulation = Modulation(CONFIG, self.parameters(student_weights(oracle), torch.float32), SCHEDULE)
+        there, here = modulation.at(torch.tensor([step])), modulation.at(step)
+        assert torch.equal(there.blocks_LM6C, here.blocks_LM6C)
+        assert torch.equal(there.out_M2C, here.out_M2C)
 
     def test_projections_are_not_kept(self, oracle: torch.nn.Module) -> None:
         tensors = student_weights(oracle)

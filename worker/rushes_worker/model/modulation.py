@@ -8,6 +8,7 @@ Shapes: N steps, M = 3 modalities (a row's tag), C hidden channels.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,12 +56,29 @@ class Modulation:
         self.out_NM2C = _project(out, activated_N2E).unflatten(-1, (2, -1))[:, _TIME_OF]
         """(N, M, 2, C): shift and scale before the output heads."""
 
-    def block(self, layer: int, step: int) -> BlockVectors:
-        return BlockVectors(*self.blocks_LNM6C[layer, step].unbind(1))
+    def at(self, step: int | Tensor) -> "StepVectors":
+        """The vectors of one step, given as a number or as int64 (1,) on the device, which is not waited for."""
+        if isinstance(step, int):
+            return StepVectors(self.blocks_LNM6C[:, step], self.out_NM2C[step])
+        return StepVectors(
+            self.blocks_LNM6C.index_select(1, step).squeeze(1), self.out_NM2C.index_select(0, step).squeeze(0)
+        )
 
-    def out(self, step: int) -> tuple[Tensor, ...]:
+
+@dataclass(frozen=True, eq=False)
+class StepVectors:
+    """How all blocks, and the output, modulate rows in one step."""
+
+    blocks_LM6C: Tensor
+    out_M2C: Tensor
+
+    def block(self, layer: int) -> BlockVectors:
+        return BlockVectors(*self.blocks_LM6C[layer].unbind(1))
+
+    @property
+    def out(self) -> tuple[Tensor, ...]:
         """Shift and scale before the output heads, each (M, C)."""
-        return self.out_NM2C[step].unbind(1)
+        return self.out_M2C.unbind(1)
 
 
 def time_embedding(

@@ -60,12 +60,16 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
-    """Everything about one clip's sequence that is the same in every step and every block."""
+    """Everything about one clip's sequence that is the same in every step and every block.
+
+    With a text capacity it serves prompts of every length up to that, one after the other: the text segment has so many
+    rows, and those past the prompt's are spare.
+    """
 
     segments: tuple[Segment, ...]
     """In packed order, without gaps."""
     positions_S3: Tensor
-    """(S, 3) float64 on the CPU: time, height, width."""
+    """(S, 3) float64 on the CPU: time, height, width, of the prompt it was built for."""
     cos_SR: Tensor
     """(S, R) fp32."""
     sin_SR: Tensor
@@ -73,6 +77,8 @@ class PackedSequence:
     tags_S: Tensor
     """(S,) uint8: the modality of each row."""
     tiles: TileMap
+    unshifted_S3: Tensor | None
+    """(S, 3) float64 on the device, with a text capacity: where rows would be after a prompt of no tokens."""
 
     @classmethod
     def build(
@@ -84,9 +90,13 @@ class PackedSequence:
         latent_frames: int,
         latent_height: int,
         latent_width: int,
+        text_capacity: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "PackedSequence":
         """Lay out L text tokens, two channels of A audio latents and T latent frames of Hl x Wl latents.
+
+        Args:
+            text_capacity: rows of the text, a multiple of a tile's; None: as many as there are tokens.
 
         Raises:
             ValueError: a length is below one, or the latents do not divide into patches.
@@ -109,7 +119,10 @@ class PackedSequence:
             )
         grid = (latent_frames, latent_height // patch_height, latent_width // patch_width)
 
-        row_counts = (text_length, AUDIO_CHANNELS * audio_latents, grid[0] * grid[1] * grid[2])
+        text_rows = text_length if text_capacity is None else text_capacity
+        if text_length > text_rows:
+            raise ValueError(f"a text capacity of {text_rows} rows does not hold {text_length} tokens")
+        row_counts = (text_rows, AUDIO_CHANNELS * audio_latents, grid[0] * grid[1] * grid[2])
         ends = list(accumulate(row_counts))
         segments = tuple(
             Segment(modality, end - count, end)
@@ -119,21 +132,40 @@ class PackedSequence:
         )
         height_axis = _spatial_axis(latent_height, grid[1], sqrt(latent_height * latent_width))
         width_axis = _spatial_axis(latent_width, grid[2], sqrt(latent_height * latent_width))
-        positions_S3 = torch.from_numpy(
+        unshifted_S3 = torch.from_numpy(
             np.concatenate(
                 [
-                    _text_positions(text_length),
-                    _audio_positions(audio_latents, text_length, width_axis),
-                    _video_positions(latent_frames, text_length, height_axis, width_axis),
+                    _text_positions(text_rows),
+                    _audio_positions(audio_latents, width_axis),
+                    _video_positions(latent_frames, height_axis, width_axis),
                 ]
             )
         )
+        positions_S3 = _shifted(unshifted_S3, text_rows, text_length)
         cos_SR, sin_SR = rotary_table(positions_S3, config.rope_freq_dim, config.rope_theta)
         tiles = tile_map([segment.num_rows for segment in segments[:-1]], grid)
+        if text_capacity is not None:
+            tiles = tiles.with_spare_rows(text_rows)
+            tiles.shorten_(torch.tensor(text_length))
         tags = [torch.full((segment.num_rows,), segment.modality, dtype=torch.uint8) for segment in segments]
         return cls(
-            segments, positions_S3, cos_SR.to(device), sin_SR.to(device), torch.cat(tags).to(device), tiles.to(device)
+            segments,
+            positions_S3,
+            cos_SR.to(device),
+            sin_SR.to(device),
+            torch.cat(tags).to(device),
+            tiles.to(device),
+            None if text_capacity is None else unshifted_S3.to(device),
         )
+
+    def shorten_text_(self, length: Tensor, config: TransformerConfig) -> None:
+        """From now on the prompt has `length` tokens, int64 (1,) on the device, at most the text capacity."""
+        assert self.unshifted_S3 is not None
+        positions_S3 = _shifted(self.unshifted_S3, self.segments[0].num_rows, length)
+        cos_SR, sin_SR = rotary_table(positions_S3, config.rope_freq_dim, config.rope_theta)
+        self.cos_SR.copy_(cos_SR)
+        self.sin_SR.copy_(sin_SR)
+        self.tiles.shorten_(length)
 
     @property
     def num_rows(self) -> int:
@@ -202,19 +234,26 @@ def _text_positions(text_length: int) -> np.ndarray:
     return positions
 
 
-def _audio_positions(latents: int, origin: int, width_axis: np.ndarray) -> np.ndarray:
+def _shifted(unshifted_S3: Tensor, text_rows: int, text_length: int | Tensor) -> Tensor:
+    """Sound and picture begin where the prompt ends."""
+    positions_S3 = unshifted_S3.clone()
+    positions_S3[text_rows:, 0] += text_length
+    return positions_S3
+
+
+def _audio_positions(latents: int, width_axis: np.ndarray) -> np.ndarray:
     """The channels sit at the left and the right edge of the picture."""
     positions = np.zeros((AUDIO_CHANNELS, latents, 3))
-    positions[:, :, 0] = origin + np.arange(latents, dtype=np.float64)
+    positions[:, :, 0] = np.arange(latents, dtype=np.float64)
     positions[:, :, 2] = width_axis[[0, -1], None]
     return positions.reshape(-1, 3)
 
 
-def _video_positions(frames: int, origin: int, height_axis: np.ndarray, width_axis: np.ndarray) -> np.ndarray:
+def _video_positions(frames: int, height_axis: np.ndarray, width_axis: np.ndarray) -> np.ndarray:
     spans = [_TIME_PER_FRAME * count for count in islice(cycle(_FRAMES_PER_LATENT), frames - 1)]
     starts = np.concatenate([[0.0], np.cumsum(spans)])
     positions = np.empty((frames, len(height_axis), len(width_axis), 3))
-    positions[..., 0] = (origin + starts)[:, None, None]
+    positions[..., 0] = starts[:, None, None]
     positions[..., 1] = height_axis[None, :, None]
     positions[..., 2] = width_axis[None, None, :]
     return positions.reshape(-1, 3)

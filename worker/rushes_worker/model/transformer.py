@@ -16,7 +16,7 @@ from rushes_core.log import get_logger
 from rushes_kernels.norm import norm_rows_
 from rushes_kernels.nvrtc import KernelError
 from rushes_kernels.providers import Provider, choose_provider
-from rushes_kernels.video_sparse_attention import prepare_video_sparse_attention
+from rushes_kernels.video_sparse_attention import plan_video_sparse_attention, prepare_video_sparse_attention
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
@@ -70,6 +70,9 @@ class Transformer:
         parameters = Parameters(weights, torch.device(device), dtype)
         self._config = config
         self._parallel = parallel
+        self._heads = heads
+        self._provider = provider
+        self._sparsity = sparsity
         self._refiner = Refiner(config, parameters)
         self._modulation = Modulation(config, parameters, schedule)
         self._blocks = [
@@ -86,34 +89,56 @@ class Transformer:
         }
         self._norm_out = parameters.get("norm_out.norm.weight")
 
-    def refine(self, text_embeds: Tensor) -> Tensor:
+    def refine(self, text_embeds: Tensor, length: Tensor | None = None) -> Tensor:
         """Text rows of the packed sequence, from the text encoder's states; the same in every step.
 
         Args:
             text_embeds: (L, text_dim), any floating dtype.
+            length: int64 (1,) on the device, how many of them count; None: all. What the others become is finite, if
+                they are, and means nothing.
 
         Returns:
             (L, C) in the compute dtype, whole on every rank.
         """
-        return self._refiner(text_embeds)
+        return self._refiner(text_embeds, length)
+
+    def prepare(self, sequence: PackedSequence) -> None:
+        """Make what attention keeps for sequences of this shape; nothing is made when they are attended to."""
+        if self._heads.stop > self._heads.start:
+            plan_video_sparse_attention(
+                sequence.tiles,
+                self._provider,
+                heads=self._heads.stop - self._heads.start,
+                sparsity=self._sparsity,
+                device=sequence.cos_SR.device,
+            )
 
     def run_block(self, layer: int, step: int, x_sC: Tensor, sequence: PackedSequence) -> Tensor:
         """One block alone: (s, C) residual before it, which is changed, to (s, C) after it."""
         tags_s = sequence.tags_S[self._parallel.own_rows(sequence.num_rows)]
         trade = self._parallel.plan_trade(sequence.num_rows)
-        due = self._blocks[layer](x_sC, None, self._modulation.block(layer, step), tags_s, sequence, trade)
+        due = self._blocks[layer](x_sC, None, self._modulation.at(step).block(layer), tags_s, sequence, trade)
         norm_rows_(x_sC, self._norm_out, self._config.final_norm_eps, update=due, tags_S=tags_s)
         return x_sC
 
     def forward(
-        self, step: int, text_rows: Tensor, audio_rows: Tensor, video_rows: Tensor, sequence: PackedSequence
+        self,
+        step: int | Tensor,
+        text_rows: Tensor,
+        audio_rows: Tensor,
+        video_rows: Tensor,
+        sequence: PackedSequence,
+        *,
+        depth: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Velocities of both modalities at step `step` of the schedule.
 
         Args:
+            step: a number, or int64 (1,) on the device.
             text_rows: (L, C) compute dtype, as `refine` returned them.
             audio_rows: (2A, audio_in_channels) fp32.
             video_rows: (N, patch features) fp32.
+            depth: run the first blocks alone, to rehearse: they need the memory and the kernels of all.
 
         Returns:
             Audio velocity (2A, audio_in_channels) and video velocity (N, patch features), fp32, whole on every rank.
@@ -140,9 +165,10 @@ class Transformer:
         due = None
         tags_s = sequence.tags_S[own]
         trade = self._parallel.plan_trade(sequence.num_rows)
-        for layer, block in enumerate(self._blocks):
-            due = block(x_sC, due, self._modulation.block(layer, step), tags_s, sequence, trade)
-        shift_MC, scale_MC = self._modulation.out(step)
+        vectors = self._modulation.at(step)
+        for layer, block in enumerate(self._blocks[:depth]):
+            due = block(x_sC, due, vectors.block(layer), tags_s, sequence, trade)
+        shift_MC, scale_MC = vectors.out
         y_sC = norm_rows_(
             x_sC,
             self._norm_out,

@@ -52,9 +52,14 @@ class Grid:
         Returns:
             fp32 of that shape; after the last step it is x0.
         """
-        clean = sample + (1 - self.timesteps[index]).item() * velocity
-        ratio = self.sigmas[index + 1] / self.sigmas[index]
-        return ratio.item() * sample + (1 - ratio).item() * clean
+        to_clean, ratio, rest = self.coefficients[index].tolist()
+        return ratio * sample + rest * (sample + to_clean * velocity)
+
+    @property
+    def coefficients(self) -> Tensor:
+        """(N, 3) fp32 on the CPU: 1 - t, r and 1 - r of every step."""
+        ratios = self.sigmas[1:] / self.sigmas[:-1]
+        return torch.stack([1 - self.timesteps, ratios, 1 - ratios], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,3 +81,9 @@ class Schedule:
     @property
     def num_steps(self) -> int:
         return len(self.video.timesteps)
+
+
+def step_(sample: Tensor, velocity: Tensor, coefficients_3: Tensor) -> None:
+    """`Grid.step` in place, with a row of `Grid.coefficients` that lies on the device."""
+    to_clean, ratio, rest = coefficients_3.unbind()
+    torch.add(ratio * sample, rest * (sample + to_clean * velocity), out=sample)
