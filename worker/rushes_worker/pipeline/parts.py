@@ -29,6 +29,7 @@ class Parts:
             latent_width=shape.latent_width,
             device=device,
         )
+        self._own_rows = pipeline._parallel.own_rows(self._sequence.num_rows)
         generator = torch.Generator(device).manual_seed(request.seed)
 
         def randn(*size: int) -> Tensor:
@@ -44,9 +45,9 @@ class Parts:
 
     @torch.inference_mode()
     def block_update(self) -> Tensor:
-        """(S, C) fp32: what the first block adds to random rows in the fourth step."""
-        x_SC = self._rows_SC.clone()
-        return self._transformer.run_block(0, 3, x_SC, self._sequence).float() - self._rows_SC.float()
+        """(s, C) fp32: what the first block adds to this rank's of random rows in the fourth step."""
+        rows_sC = self._rows_SC[self._own_rows]
+        return self._transformer.run_block(0, 3, rows_sC.clone(), self._sequence).float() - rows_sC.float()
 
     @torch.inference_mode()
     def step(self) -> None:
