@@ -12,7 +12,8 @@ AUDIO_LATENTS_PER_SECOND = 40
 MIN_SECONDS = 4
 MAX_SECONDS = 15
 
-_UNIT_FRAMES = 17
+UNIT_FRAMES = 17
+"""Of a temporal unit; the last one of a clip has the tail too."""
 _TAIL_FRAMES = 5
 _UNIT_LATENTS = 5
 _TAIL_LATENTS = 2
@@ -54,7 +55,7 @@ class Clip:
     @property
     def num_units(self) -> int:
         """Temporal units of the video VAE."""
-        return (self.num_frames - _TAIL_FRAMES) // _UNIT_FRAMES
+        return (self.num_frames - _TAIL_FRAMES) // UNIT_FRAMES
 
     @property
     def num_latent_frames(self) -> int:
@@ -77,10 +78,16 @@ class Clip:
 
 def frames_for(requested: int) -> int:
     """`requested` frames rounded up to the next 17k + 5 with k >= 1."""
-    units = max(1, -(-(requested - _TAIL_FRAMES) // _UNIT_FRAMES))
-    return _UNIT_FRAMES * units + _TAIL_FRAMES
+    units = max(1, -(-(requested - _TAIL_FRAMES) // UNIT_FRAMES))
+    return UNIT_FRAMES * units + _TAIL_FRAMES
+
+
+def units_of(num_frames: int) -> list[range]:
+    """Frames of each temporal unit of `num_frames`, whatever their count: the last one has the tail."""
+    starts = range(0, max(1, num_frames - _TAIL_FRAMES - UNIT_FRAMES + 1), UNIT_FRAMES)
+    return [range(start, num_frames if start == starts[-1] else start + UNIT_FRAMES) for start in starts]
 
 
 ADMISSIBLE_FRAMES: tuple[int, ...] = tuple(
-    range(frames_for(MIN_SECONDS * FPS), frames_for(MAX_SECONDS * FPS) + 1, _UNIT_FRAMES)
+    range(frames_for(MIN_SECONDS * FPS), frames_for(MAX_SECONDS * FPS) + 1, UNIT_FRAMES)
 )

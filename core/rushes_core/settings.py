@@ -205,10 +205,16 @@ class Settings(DatabaseSettings):
     """Directory for raw frames and unfinished files; each replica makes one of its own below it. An API process has at
     most eight parts of uploads there, 5 MiB each."""
 
-    encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z]+$")] = "superfast"
-    """libx264 preset."""
+    encoder: Annotated[str, StringConstraints(pattern="^(libx264|h264_nvenc)$")] = "libx264"
+    """H.264 encoder: `libx264`, or `h264_nvenc` where the worker's GPU has NVENC; data-centre GPUs often have none."""
+    encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z0-9]*$")] = ""
+    """`ultrafast` to `slow` of libx264, `p1` to `p7` of NVENC; empty: `superfast` and `p4`."""
     encoder_crf: Annotated[int, Field(ge=1, le=51)] = 20
-    """libx264 constant rate factor, 1 to 51; lower is better and larger."""
+    """Constant rate factor, 1 to 51 (NVENC: its constant quality); lower is better and larger."""
+    keyframe_interval: Annotated[int, Field(ge=1, le=240)] = 51
+    """Frames between keyframes at most, 1 to 240. As many units of 17 frames as fit are encoded in one piece."""
+    encoders: Annotated[int, Field(ge=0, le=64)] = 0
+    """Pieces of a clip that a replica encodes at once; 0: half its share of the cores, 8 at most."""
     audio_bitrate: Annotated[int, Field(ge=32_000, le=320_000)] = 144_000
     """Bits per second of the AAC track."""
     provenance: Annotated[str, StringConstraints(pattern="^(off|on|prompt)$")] = "on"

@@ -12,9 +12,9 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 from rushes_core.errors import RushesError
-from rushes_worker.media.encode import EncoderSettings
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.validate import validate_clip
 from support.media import make_clip, moving_frames, tone, write_units
 

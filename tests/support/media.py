@@ -8,7 +8,8 @@ from pathlib import Path
 import av
 import numpy as np
 from av.container import OutputContainer
-from rushes_worker.media.encode import ClipEncoder, EncoderSettings
+from rushes_worker.media.encode import ClipEncoder
+from rushes_worker.media.settings import EncoderSettings
 
 FPS = 24
 SAMPLE_RATE = 32_000

@@ -18,6 +18,8 @@ from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import NODES, Layout
+from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.media.trial import try_encoder
 from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
 from rushes_worker.scratch import check_directory
@@ -131,7 +133,8 @@ def _check_node(settings: Settings) -> None:
 def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1) -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
-    What is wrong with layout, checkpoint, devices, scratch directory or buckets is printed, and nothing is claimed.
+    What is wrong with layout, checkpoint, devices, scratch directory, encoder or buckets is printed, and nothing is
+    claimed.
 
     Args:
         layout: `rRsS`, R replicas of S ranks each.
@@ -146,6 +149,8 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)
+        encoder = EncoderSettings.of(settings, replicas=wanted.replicas)
+        try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
         _check_buckets(ObjectStore(settings))
     except (ValueError, CheckpointError) as error:
         print(f"rushes worker: {error}", file=sys.stderr, flush=True)

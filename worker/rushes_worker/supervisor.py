@@ -37,10 +37,10 @@ from rushes_worker.deadlines import Deadlines
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.hints import HintListener
-from rushes_worker.ledger import Ledger
-from rushes_worker.media.encode import EncoderSettings
+from rushes_worker.ledger import Claim, Ledger
 from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import MediaProcess
+from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.node_link import NodeLink, Welcome, secret_of
 from rushes_worker.node_port import NodePort
 from rushes_worker.runner import Runner
@@ -93,13 +93,9 @@ class Supervisor:
         )
         self._ledger = Ledger(settings, replica_id=self._replica_id, model=model)
         self._hints = HintListener(settings, replica_id=self._replica_id, on_hint=self._on_hint)
-        encoder = EncoderSettings(
-            settings.encoder_preset,
-            settings.encoder_crf,
-            settings.audio_bitrate,
-            refuse_flaws=settings.flawed_clips == "fail",
-        )
-        self._media = MediaPool(lambda: MediaProcess(encoder))
+        encoder = EncoderSettings.of(settings, replicas=assignment.layout.replicas)
+        device = next(iter(assignment.visible), "")
+        self._media = MediaPool(lambda: MediaProcess(encoder, device=device))
         self._spool = Spool(max_jobs=settings.spool_jobs, max_bytes=settings.spool_bytes, on_change=self._poke)
         self._crashes = Crashes(settings.drain_after_crashes)
         self._runner = Runner(
@@ -115,6 +111,8 @@ class Supervisor:
             crashes=self._crashes,
             stopping=self._stopping,
             wake=self._wake,
+            take_ahead=self._take_ahead,
+            on_turn=self._show_turn,
         )
         self._claimer = Claimer(
             settings,
@@ -203,7 +201,6 @@ class Supervisor:
                 claim = self._claimer.take() if self._runner.can_render and not draining else None
                 if claim is not None:
                     shown = "busy"
-                    self._heartbeat.describe(state=shown, job_id=claim.job.id)
                     if self._runner.run(claim, group):
                         self._failures = 0
                     continue
@@ -217,6 +214,14 @@ class Supervisor:
                 group.wait(self._settings.poll_seconds, self._wake)
         finally:
             self._claimer.shut()
+
+    def _take_ahead(self) -> Claim | None:
+        if self._stopping.requested or self._heartbeat.drain_requested:
+            return None
+        return self._claimer.take_ahead()
+
+    def _show_turn(self, job_id: str) -> None:
+        self._heartbeat.describe(state="busy", job_id=job_id)
 
     def _drain_itself(self) -> None:
         """Take no more jobs until somebody has looked at this replica, and resumes it or starts it again."""

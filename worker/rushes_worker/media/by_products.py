@@ -77,6 +77,8 @@ class ByProducts:
         self._wanted = [variant for variant in VARIANTS.values() if variant.name in names]
         self._poster = _Poster(width, height, num_frames)
         self._sheet = _Sheet(width, height, num_frames)
+        self._drawers = {THUMBNAIL: self._draw_poster, SPRITESHEET: self._draw_sheet}
+        self._drawn: dict[Variant, tuple[bytes, dict[str, Any]]] = {}
         self._next_frame = 0
 
     def add_frames(self, frames: np.ndarray) -> None:
@@ -86,13 +88,19 @@ class ByProducts:
                 self._attempt(variant, lambda picture=picture: picture.add(frames, self._next_frame))
         self._next_frame += len(frames)
 
+    def draw(self) -> None:
+        """Encode the pictures, once all frames were added: `write` has less to do then."""
+        for variant in self._drawers:
+            if self._is_wanted(variant):
+                self._attempt(variant, lambda variant=variant: self._drawn_picture(variant))
+
     def write(self) -> tuple[tuple[ByProduct, ...], tuple[Missing, ...]]:
         """Write the files, once the clip is complete; what was made and what was not."""
-        makers = {THUMBNAIL: self._write_poster, SPRITESHEET: self._write_sheet, AUDIO: self._write_audio}
         made = [
             product
             for variant in self._wanted
-            if self._is_wanted(variant) and (product := self._attempt(variant, makers[variant])) is not None
+            if self._is_wanted(variant)
+            and (product := self._attempt(variant, lambda variant=variant: self._write(variant))) is not None
         ]
         return tuple(made), tuple(self._missing.values())
 
@@ -108,12 +116,28 @@ class ByProducts:
                 by_product_path(self._path, variant).unlink(missing_ok=True)
             return None
 
-    def _write_poster(self) -> ByProduct:
-        picture, index = self._poster.chosen()
-        details = {"time_seconds": round(index / FPS, 3)}
-        return self._written(THUMBNAIL, encode_jpeg(picture), picture, details)
+    def _write(self, variant: Variant) -> ByProduct:
+        path = by_product_path(self._path, variant)
+        if variant is AUDIO:
+            seconds = extract_audio(self._path, path)
+            return _described(variant, path, {"duration_seconds": round(seconds, 3)})
+        data, details = self._drawn_picture(variant)
+        path.write_bytes(data)
+        return _described(variant, path, details)
 
-    def _write_sheet(self) -> ByProduct:
+    def _drawn_picture(self, variant: Variant) -> tuple[bytes, dict[str, Any]]:
+        """The JPEG and what a client needs to use it."""
+        if variant not in self._drawn:
+            picture, details = self._drawers[variant]()
+            height, width, _ = picture.shape
+            self._drawn[variant] = encode_jpeg(picture), {"width": width, "height": height, **details}
+        return self._drawn[variant]
+
+    def _draw_poster(self) -> tuple[np.ndarray, dict[str, Any]]:
+        picture, index = self._poster.chosen()
+        return picture, {"time_seconds": round(index / FPS, 3)}
+
+    def _draw_sheet(self) -> tuple[np.ndarray, dict[str, Any]]:
         sheet = self._sheet
         tiles = {
             "columns": sheet.columns,
@@ -121,18 +145,7 @@ class ByProducts:
             "width": sheet.tile_width,
             "height": sheet.tile_height,
         }
-        return self._written(SPRITESHEET, encode_jpeg(sheet.picture), sheet.picture, {"tiles": tiles})
-
-    def _written(self, variant: Variant, data: bytes, picture: np.ndarray, details: dict[str, Any]) -> ByProduct:
-        path = by_product_path(self._path, variant)
-        path.write_bytes(data)
-        height, width, _ = picture.shape
-        return _described(variant, path, {"width": width, "height": height, **details})
-
-    def _write_audio(self) -> ByProduct:
-        path = by_product_path(self._path, AUDIO)
-        seconds = extract_audio(self._path, path)
-        return _described(AUDIO, path, {"duration_seconds": round(seconds, 3)})
+        return sheet.picture, {"tiles": tiles}
 
 
 def by_product_path(clip: Path, variant: Variant) -> Path:

@@ -6,7 +6,8 @@ parent.
 
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,17 @@ from rushes_worker.media.messages import (
     SetAudio,
     StartClip,
 )
+from rushes_worker.wake import Wake
 
 
 class ClipInProgress:
-    """The encoder of one clip and the unit files that wait for their turn."""
+    """The encoder of one clip and the unit files that wait for their turn.
 
-    def __init__(self, command: StartClip) -> None:
+    Args:
+        on_failure: told once, from a thread, that `check` will raise.
+    """
+
+    def __init__(self, command: StartClip, on_failure: Callable[[], None]) -> None:
         spec = command.spec
         self.spec: ClipSpec = spec
         self._encoder = ClipEncoder(
@@ -43,21 +49,30 @@ class ClipInProgress:
             num_frames=spec.num_frames,
             settings=command.settings,
             comment=spec.comment,
+            on_failure=on_failure,
         )
         self._by_products = ByProducts(
             spec.by_products, spec.path, width=spec.width, height=spec.height, num_frames=spec.num_frames
         )
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="by-products")
         self._waiting: dict[int, AddUnit] = {}
         self._next_unit = 0
 
+    def check(self) -> None:
+        """Raise what the picture failed of, if it did."""
+        self._encoder.check()
+
     def add_unit(self, unit: AddUnit) -> None:
-        """Encode `unit` and those that waited for it, or let it wait for an earlier one."""
+        """Have `unit` encoded and those that waited for it, or let it wait for an earlier one."""
         if unit.index < self._next_unit or unit.index in self._waiting:
             raise ValueError(f"unit {unit.index} was added twice")
         self._waiting[unit.index] = unit
         while (ready := self._waiting.get(self._next_unit)) is not None:
-            self._encode(ready)
+            frames = self._frames(ready)
+            self._encoder.add_frames(frames)
+            self._beside.submit(self._by_products.add_frames, frames)
             del self._waiting[ready.index]
+            # its frames stay until nobody needs them any more
             ready.path.unlink()
             self._next_unit += 1
 
@@ -68,24 +83,28 @@ class ClipInProgress:
     def finish(self) -> MadeClip:
         if self._waiting:
             raise ValueError(f"unit {self._next_unit} is missing; {sorted(self._waiting)} wait for it")
+        pictures = self._beside.submit(self._by_products.draw)
         self._encoder.finish()
         assert self._encoder.facts is not None
-        return MadeClip(self._encoder.facts, *self._by_products.write())
+        pictures.result()
+        with self._encoder.spans.note("by-products"):
+            products, missing = self._by_products.write()
+        self._beside.shutdown()
+        return MadeClip(self._encoder.facts, products, missing, self._encoder.spans.in_order())
 
     def abort(self) -> None:
         """Delete the unfinished file and every unit that still waits."""
         self._encoder.abort()
+        self._beside.shutdown(cancel_futures=True)
         for unit in self._waiting.values():
             unit.path.unlink(missing_ok=True)
 
-    def _encode(self, unit: AddUnit) -> None:
+    def _frames(self, unit: AddUnit) -> np.ndarray:
         shape = (unit.num_frames, self.spec.height, self.spec.width, 3)
         expected, size = int(np.prod(shape)), unit.path.stat().st_size
         if size != expected:
             raise ValueError(f"{unit.path.name}: {unit.num_frames} frames are {expected} bytes, got {size}")
-        frames = np.memmap(unit.path, np.uint8, "r", shape=shape)
-        self._encoder.add_frames(frames)
-        self._by_products.add_frames(frames)
+        return np.memmap(unit.path, np.uint8, "r", shape=shape)
 
 
 class CommandLoop:
@@ -95,11 +114,17 @@ class CommandLoop:
         self._connection = connection
         self._clip: ClipInProgress | None = None
         self._number = -1
+        self._wake = Wake()
 
     def run(self) -> None:
         try:
             while True:
-                self._obey(self._connection.recv())
+                wait([self._connection, self._wake.fileno()])
+                self._wake.clear()
+                if self._clip is not None:
+                    self._attempt(self._clip.check)
+                if self._connection.poll():
+                    self._obey(self._connection.recv())
         except (EOFError, ConnectionError):
             self._drop()
 
@@ -127,7 +152,7 @@ class CommandLoop:
             self._reply(Failed(self._number, type(exc).__name__, str(exc)))
 
     def _start(self, command: StartClip) -> None:
-        self._clip = ClipInProgress(command)
+        self._clip = ClipInProgress(command, self._wake.poke)
 
     def _add(self, command: Command) -> None:
         assert self._clip is not None

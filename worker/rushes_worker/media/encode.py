@@ -2,16 +2,16 @@
 
 Shapes: f frames of one call, F frames of the clip, H height, W width, N samples per channel.
 
-The same input gives the same bytes on one machine: codecs and muxer run bit-exact with a fixed number of threads, and
-compressed packets wait in memory until the last one exists, so the order in which picture and sound arrive cannot show.
-The file therefore appears in one go, under a temporary name, and gets its own name only after validation. For that the
-picture is decoded again while it is encoded, a few frames behind: little of it is left to do after the last frame.
+The picture is encoded in segments, several at once and beside the sound. The same input gives the same bytes on one
+machine, however many there are at once: what a segment is depends on the clip alone, codecs and muxer run bit-exact
+with a fixed number of threads, and compressed packets wait in memory until the last one exists. The file therefore
+appears in one go, under a temporary name, and gets its own name only after validation. For that the picture is decoded
+again while it is encoded, a few frames behind: little of it is left to do after the last frame.
 """
 
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -20,65 +20,23 @@ from typing import Self
 import av
 import numpy as np
 from av.codec.context import Flags
+from av.container import OutputContainer
 from av.error import FFmpegError
-from av.video.reformatter import (
-    ColorPrimaries,
-    ColorRange,
-    Colorspace,
-    ColorTrc,
-    Interpolation,
-    VideoReformatter,
-)
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
-from rushes_worker.media.errors import MediaError
-from rushes_worker.media.picture import Picture, PictureBehind
+from rushes_worker.media.errors import MediaError, require_equal
+from rushes_worker.media.picture import Picture, parameter_sets
+from rushes_worker.media.segment import TICK, Segment, SegmentEncoder, plan_segments, set_up
+from rushes_worker.media.segments import Segments
+from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.media.times import Spans
 from rushes_worker.media.validate import ClipFacts, validate_clip
-
-PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow")
-"""libx264 presets whose reference frames fit level 4.0 at every canvas."""
 
 MIN_EDGE, MAX_EDGE = 16, 4096
 
 
 # 96,000 ticks a second hold every frame and every sample exactly, so edit lists are exact too
 _MUXER = {"movflags": "+faststart", "fflags": "+bitexact", "movie_timescale": "96000"}
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSettings:
-    """How clips are compressed.
-
-    Defaults are measured on two cores, 124 frames at 1344x768: superfast costs the time of ultrafast with CABAC, and
-    keeps deblocking and adaptive quantisation; veryfast takes 1.4 times as long for a file a quarter smaller. CRF 20
-    gives about 7 Mbit/s and 40 dB on textured motion.
-    """
-
-    preset: str = "superfast"
-    crf: int = 20
-    """Constant rate factor; lower is better and larger. 0 would be lossless, which is not High profile."""
-    audio_bitrate: int = 144_000
-    """Bits per second of the AAC track."""
-    threads: int = 8
-    """Fixed, never the number of cores: the encoder's output depends on it. With 16 cores the last 22 frames of a clip
-    take 0.19 s with four and 0.11 s with eight; with two cores it makes no difference."""
-    keyframe_interval: int = 48
-    """Frames between keyframes at most: how far a seek has to decode."""
-    refuse_flaws: bool = False
-    """A clip that is blank, frozen or silent all along is no clip."""
-
-    def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ValueError(f"preset={self.preset!r} is not one of {', '.join(PRESETS)}")
-        for field, low, high in (
-            ("crf", 1, 51),
-            ("audio_bitrate", 32_000, 320_000),
-            ("threads", 1, 64),
-            ("keyframe_interval", 1, 240),
-        ):
-            value = getattr(self, field)
-            if type(value) is not int or not low <= value <= high:
-                raise ValueError(f"{field} must be a whole number from {low} to {high}, got {value!r}")
 
 
 def check_frame_size(width: int, height: int) -> None:
@@ -112,6 +70,7 @@ class ClipEncoder:
         num_frames: int,
         settings: EncoderSettings | None = None,
         comment: str = "",
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -119,9 +78,11 @@ class ClipEncoder:
             width, height: pixels, even.
             num_frames: frames of the whole clip.
             comment: what the file says of itself, for whoever looks at its metadata.
+            on_failure: told once, from a thread, that the picture could not be encoded: `check` tells why.
 
         Raises:
             ValueError: a size, a count or the directory cannot be used.
+            MediaError: the encoder or the file cannot be opened.
         """
         check_frame_size(width, height)
         if type(num_frames) is not int or num_frames < 1:
@@ -131,20 +92,27 @@ class ClipEncoder:
         self.path = path
         self.facts: ClipFacts | None = None
         """What the finished file is; None until `finish` returned."""
+        self.spans = Spans()
+        """When frames and sound were encoded, the file written and checked."""
         self._shape = (height, width, 3)
         self._num_frames = num_frames
         self._frames_in = 0
-        self._audio_in = False
-        self._settings = settings or EncoderSettings()
-        self._packets: list[av.Packet] = []
-        self._picture: PictureBehind | None = None
-        self._reformatter = VideoReformatter()
+        self._settings = settings = settings or EncoderSettings()
+        self._sound: Future[list[av.Packet]] | None = None
         self._open = True
-        self._container = av.open(str(partial_path(path)), "w", format="mp4", options=_MUXER)
-        if comment:
-            self._container.metadata["comment"] = comment
-        self._video = self._add_video_stream(width, height)
-        self._audio = self._add_audio_stream()
+        try:
+            self._container = self._begin(comment)
+        except (FFmpegError, OSError) as error:
+            partial_path(path).unlink(missing_ok=True)
+            raise MediaError(f"{path.name} could not be begun with {settings.encoder}: {error.strerror}") from error
+        self._segments = Segments(
+            plan_segments(num_frames, settings),
+            lambda first: SegmentEncoder(first, settings, width=width, height=height),
+            encoders=settings.encoders,
+            on_failure=on_failure,
+            spans=self.spans,
+        )
+        self._sound_thread = ThreadPoolExecutor(1, thread_name_prefix="sound")
 
     def __enter__(self) -> Self:
         return self
@@ -155,52 +123,48 @@ class ClipEncoder:
         self.abort()
 
     def add_frames(self, frames: np.ndarray) -> None:
-        """Encode the next frames of the clip.
+        """Have the next frames of the clip encoded. They must not change before `finish`.
 
         Args:
             frames: [f, H, W, 3] RGB, C-contiguous; uint8, or float32 in [0, 1], which is clipped and rounded.
 
         Raises:
             ValueError: shape, dtype or layout is wrong, a value is not finite, or the clip would get too many frames.
-            MediaError: the encoder failed.
+            MediaError: frames that came before could not be encoded.
         """
         self._check_open()
         self._check_frames(frames)
-        try:
-            for frame in frames:
-                self._keep(self._video.encode(self._yuv(frame, self._frames_in)))
-                self._frames_in += 1
-        except FFmpegError as exc:
-            raise MediaError(f"the video encoder failed at frame {self._frames_in}: {exc}") from exc
+        self.check()
+        self._segments.add(frames)
+        self._frames_in += len(frames)
 
     def add_audio(self, audio: np.ndarray) -> None:
-        """Encode the whole soundtrack, trimmed or padded with silence to the length of the picture.
+        """Have the whole soundtrack encoded, trimmed or padded with silence to the length of the picture.
 
         Args:
             audio: [2, N] float32 at 32 kHz, left channel first; values outside [-1, 1] are clipped.
 
         Raises:
             ValueError: shape or dtype is wrong, a sample is not finite, or the clip has its sound already.
-            MediaError: the encoder failed.
         """
         self._check_open()
         self._check_audio(audio)
         samples = np.zeros((2, round(self._num_frames * AUDIO_SAMPLE_RATE / FPS)), np.float32)
         kept = min(samples.shape[1], audio.shape[1])
         np.clip(audio[:, :kept], -1.0, 1.0, out=samples[:, :kept])
-        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
-        frame.sample_rate = AUDIO_SAMPLE_RATE
-        frame.pts = 0
-        frame.time_base = Fraction(1, AUDIO_SAMPLE_RATE)
-        self._audio_in = True
-        try:
-            self._packets += self._audio.encode(frame)
-            self._packets += self._audio.encode(None)
-        except FFmpegError as exc:
-            raise MediaError(f"the audio encoder failed: {exc}") from exc
+        self._sound = self._sound_thread.submit(self._encode_sound, samples)
+
+    def check(self) -> None:
+        """Return if the picture is all right so far.
+
+        Raises:
+            MediaError: it could not be encoded.
+        """
+        if self._segments.failure is not None:
+            raise self._segments.failure
 
     def finish(self, audio: np.ndarray | None = None) -> Path:
-        """Complete the clip: write it beside `path`, validate it, make it durable and give it its name.
+        """Complete the clip: write it beside `path`, validate it, and give it its name.
 
         Args:
             audio: the soundtrack, as for `add_audio`, unless that was called.
@@ -218,26 +182,25 @@ class ClipEncoder:
             raise ValueError(f"num_frames={self._num_frames}, but {self._frames_in} frames were added")
         if audio is not None:
             self.add_audio(audio)
-        if not self._audio_in:
+        if self._sound is None:
             raise ValueError("the clip has no audio")
         partial = partial_path(self.path)
         height, width, _ = self._shape
         try:
-            self._keep(self._video.encode(None))
-            assert self._picture is not None
-            decoded = self._picture.finish()
-            self._write()
-            self.facts = validate_clip(
-                partial,
-                width=width,
-                height=height,
-                num_frames=self._num_frames,
-                refuse_flaws=self._settings.refuse_flaws,
-                decoded=decoded,
-            )
-            _sync(partial)
+            segments, sound = self._segments.finish(), self._sound.result()
+            with self.spans.note("file"):
+                decoded = self._write(segments, sound)
+            with self.spans.note("check"):
+                self.facts = validate_clip(
+                    partial,
+                    width=width,
+                    height=height,
+                    num_frames=self._num_frames,
+                    refuse_flaws=self._settings.refuse_flaws,
+                    decoded=decoded,
+                )
+            # not synced to the disk: a clip is made anew when its machine goes down before it is stored
             partial.replace(self.path)
-            _sync(self.path.parent)
         except (FFmpegError, OSError) as exc:
             self.facts = None
             raise MediaError(f"{self.path.name} could not be written: {exc}") from exc
@@ -250,84 +213,69 @@ class ClipEncoder:
         if not self._open:
             return
         self._open = False
-        if self._picture is not None:
-            self._picture.close()
-        self._packets.clear()
+        self._segments.close()
+        self._sound_thread.shutdown(cancel_futures=True)
         # a file that cannot be completed is deleted anyway
         with suppress(FFmpegError, OSError):
             self._container.close()
         partial_path(self.path).unlink(missing_ok=True)
 
-    def _add_video_stream(self, width: int, height: int) -> av.VideoStream:
-        stream = self._container.add_stream("libx264", rate=FPS)
-        stream.time_base = Fraction(1, FPS)
-        context = stream.codec_context
-        context.width, context.height, context.pix_fmt = width, height, "yuv420p"
-        context.thread_count = self._settings.threads
-        context.gop_size = self._settings.keyframe_interval
-        context.flags |= Flags.bitexact | Flags.closed_gop
-        context.color_range = ColorRange.MPEG
-        context.colorspace = Colorspace.ITU709
-        context.color_primaries = ColorPrimaries.BT709
-        context.color_trc = ColorTrc.BT709
-        # no maxrate: x264 keeps to it by timing its threads, and the bytes would change from run to run
-        context.options = {
-            "preset": self._settings.preset,
-            "crf": str(self._settings.crf),
-            # without B-frames the first frame is shown at 0 even by players that ignore edit lists
-            "bf": "0",
-            # ultrafast turns both off and would fall back to Baseline
-            "x264-params": "cabac=1:8x8dct=1",
-            "profile": "high",
-        }
-        return stream
+    def _begin(self, comment: str) -> OutputContainer:
+        """The file with its header."""
+        container = av.open(str(partial_path(self.path)), "w", format="mp4", options=_MUXER)
+        if comment:
+            container.metadata["comment"] = comment
+        height, width, _ = self._shape
+        # this encoder makes the parameter sets of the file, and no packet
+        self._video = container.add_stream(self._settings.encoder, rate=FPS)
+        # a stream of a name that is not a literal could be of any kind
+        assert isinstance(self._video.codec_context, av.VideoCodecContext)
+        set_up(self._video.codec_context, self._settings, width=width, height=height)
+        self._video.codec_context.thread_count = 1
+        self._video.time_base = TICK
+        self._audio = container.add_stream("aac", rate=AUDIO_SAMPLE_RATE)
+        sound = self._audio.codec_context
+        sound.layout, sound.format = "stereo", "fltp"
+        sound.bit_rate = self._settings.audio_bitrate
+        sound.flags |= Flags.bitexact
+        container.start_encoding()
+        return container
 
-    def _add_audio_stream(self) -> av.AudioStream:
-        stream = self._container.add_stream("aac", rate=AUDIO_SAMPLE_RATE)
-        context = stream.codec_context
-        context.layout = "stereo"
-        context.format = "fltp"
-        context.bit_rate = self._settings.audio_bitrate
-        context.flags |= Flags.bitexact
-        return stream
+    def _encode_sound(self, samples: np.ndarray) -> list[av.Packet]:
+        """`samples` [2, N] as packets.
 
-    def _yuv(self, frame: np.ndarray, index: int) -> av.VideoFrame:
-        """`frame` [H, W, 3] as BT.709 limited-range 4:2:0 with its place in time."""
-        if frame.dtype != np.uint8:
-            frame = np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
-        yuv = self._reformatter.reformat(
-            av.VideoFrame.from_numpy_buffer(frame, format="rgb24"),
-            format="yuv420p",
-            src_color_range=ColorRange.JPEG,
-            dst_colorspace=Colorspace.ITU709,
-            dst_color_range=ColorRange.MPEG,
-            interpolation=Interpolation.BILINEAR,
-            threads=self._settings.threads,
-        )
-        yuv.color_primaries = ColorPrimaries.BT709
-        yuv.color_trc = ColorTrc.BT709
-        yuv.pts = index
-        yuv.time_base = Fraction(1, FPS)
-        return yuv
+        Raises:
+            MediaError: the encoder failed.
+        """
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+        frame.sample_rate = AUDIO_SAMPLE_RATE
+        frame.pts = 0
+        frame.time_base = Fraction(1, AUDIO_SAMPLE_RATE)
+        try:
+            with self.spans.note("sound"):
+                return [*self._audio.encode(frame), *self._audio.encode(None)]
+        except FFmpegError as error:
+            raise MediaError(f"the audio encoder failed: {error}") from error
 
-    def _keep(self, packets: list[av.Packet]) -> None:
-        """Packets of the picture: they wait to be written, and are decoded meanwhile."""
-        self._packets += packets
+    def _write(self, segments: list[Segment], sound: list[av.Packet]) -> Picture:
+        """Mux every packet in order of decoding time; the whole picture.
+
+        Raises:
+            InvalidClip: a segment does not follow the one before, or is not what the file's header says.
+            av.FFmpegError, OSError
+        """
+        picture = segments[0].picture
+        header = parameter_sets(self._video.codec_context.extradata or b"")
+        require_equal("parameter sets of a segment", picture.parameter_sets, header)
+        for segment in segments[1:]:
+            picture.append(segment.picture)
+        packets = [packet for segment in segments for packet in segment.packets]
         for packet in packets:
-            if self._picture is None:
-                # the encoder knows its parameter sets once it runs
-                height, width, _ = self._shape
-                extradata = self._video.codec_context.extradata or b""
-                self._picture = PictureBehind(
-                    Picture(extradata, width=width, height=height, time_base=Fraction(1, FPS))
-                )
-            self._picture.add(packet)
-
-    def _write(self) -> None:
-        """Mux every packet in order of decoding time."""
-        for packet in sorted(self._packets, key=_decoding_time):
+            packet.stream = self._video
+        for packet in sorted([*packets, *sound], key=_decoding_time):
             self._container.mux(packet)
         self._container.close()
+        return picture
 
     def _check_open(self) -> None:
         if not self._open:
@@ -346,7 +294,7 @@ class ClipEncoder:
             raise ValueError(f"num_frames={self._num_frames}, but {len(frames)} frames were added to {self._frames_in}")
 
     def _check_audio(self, audio: np.ndarray) -> None:
-        if self._audio_in:
+        if self._sound is not None:
             raise ValueError("the clip has its audio already")
         if audio.dtype != np.float32:
             raise ValueError(f"audio must be float32, got {audio.dtype}")
@@ -364,11 +312,3 @@ def _decoding_time(packet: av.Packet) -> Fraction:
 
 def _dims(shape: Iterable[int]) -> str:
     return ", ".join(map(str, shape))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

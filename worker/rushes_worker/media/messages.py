@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rushes_worker.media.by_products import ByProduct, Missing
-from rushes_worker.media.encode import EncoderSettings
+from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.media.times import Span
 from rushes_worker.media.validate import ClipFacts
 
 
@@ -72,6 +73,8 @@ class MadeClip:
     by_products: tuple[ByProduct, ...] = ()
     missing: tuple[Missing, ...] = ()
     """What was asked for and could not be made."""
+    spans: tuple[Span, ...] = ()
+    """When what was at work on it."""
 
 
 @dataclass(frozen=True, slots=True)

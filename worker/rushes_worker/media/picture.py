@@ -25,28 +25,29 @@ _MOVED_LEVELS = 4.0
 """How much the mean of a block must differ from the first frame's to have moved: encoding the same picture anew changes
 it by about one."""
 
+_DECODER_THREADS = 8
 _LENGTH_BYTES = 4
 _PARAMETER_SETS = (7, 8)
 
 
 class Picture:
-    """Decodes one H.264 stream, checks its frames as they come and adds up their samples.
+    """Decodes a run of frames of an H.264 stream, checks them as they come and adds up their samples.
 
     Args:
         extradata: parameter sets, as an encoder or a file gives them.
         width, height: of every frame, in pixels.
         time_base: seconds of a tick of the packets.
+        first: number of the run's first frame in the stream.
     """
 
-    def __init__(self, extradata: bytes, *, width: int, height: int, time_base: Fraction) -> None:
+    def __init__(self, extradata: bytes, *, width: int, height: int, time_base: Fraction, first: int = 0) -> None:
         self.num_frames = 0
-        self.moves = False
-        """Whether any part of any frame differs from the first."""
+        self._first = first
         self.parameter_sets = parameter_sets(extradata)
         self._start_codes = _has_start_codes(extradata)
         self.packets: list[bytes] = []
         """Their NAL units behind lengths, as a file holds them, in the order they came."""
-        self._first_blocks: np.ndarray | None = None
+        self._blocks: _Blocks | None = None
         self._time_base = time_base
         self._size = f"{width}x{height}"
         self._sums = [[0, 0, 0] for _ in range(3)]
@@ -54,7 +55,7 @@ class Picture:
         self._decoder = av.CodecContext.create("h264", "r")
         self._decoder.extradata = extradata
         self._decoder.thread_type = ThreadType.FRAME
-        self._decoder.thread_count = min(8, os.cpu_count() or 1)
+        self._decoder.thread_count = min(_DECODER_THREADS, os.cpu_count() or 1)
         self._decoder.options = {"err_detect": "explode"}
 
     def add(self, packet: av.Packet) -> None:
@@ -76,6 +77,26 @@ class Picture:
         """
         self._take(self._decoder.decode(None))
 
+    def append(self, other: "Picture") -> None:
+        """Take what was decoded of the next run of the same stream.
+
+        Raises:
+            InvalidClip: it is not the next one, or has other parameter sets.
+        """
+        require_equal("parameter sets of a segment", other.parameter_sets, self.parameter_sets)
+        require_equal("first frame of a segment", other._first, self._first + self.num_frames)
+        self.num_frames += other.num_frames
+        self.packets += other.packets
+        for sums, more in zip(self._sums, other._sums, strict=True):
+            sums[:] = map(sum, zip(sums, more, strict=True))
+        if self._blocks is not None and other._blocks is not None:
+            self._blocks.append(other._blocks)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any part of any frame differs from the first."""
+        return self._blocks is not None and self._blocks.have_moved
+
     def variance(self) -> float:
         """Variance of Y, Cb and Cr over the clip, added up; exactly 0 if each is constant."""
         return sum((count * squares - total * total) / count**2 for count, total, squares in self._sums if count)
@@ -91,25 +112,19 @@ class Picture:
                 sums[1] += int(values.sum())
                 # no BLAS: its threads and the decoder's would wait for each other
                 sums[2] += int(np.einsum("i,i->", values, values))
-            if not self.moves:
-                self._look_for_motion(frame.planes[0])
+            if self._blocks is None:
+                self._blocks = _Blocks(_means(frame.planes[0]))
+            elif not self._blocks.have_moved_for_certain:
+                self._blocks.add(_means(frame.planes[0]))
             self.num_frames += 1
 
-    def _look_for_motion(self, luma: VideoPlane) -> None:
-        rows = np.frombuffer(memoryview(luma), np.uint8).reshape(luma.height, luma.line_size)[::_ROW_STEP]
-        height, width = rows.shape[0] // _BLOCK_ROWS, luma.width // _BLOCK_COLUMNS
-        whole = rows[: height * _BLOCK_ROWS, : width * _BLOCK_COLUMNS]
-        blocks = whole.reshape(height, _BLOCK_ROWS, width, _BLOCK_COLUMNS).mean((1, 3))
-        if self._first_blocks is None:
-            self._first_blocks = blocks
-        self.moves = bool((np.abs(blocks - self._first_blocks) > _MOVED_LEVELS).any())
-
     def _check(self, frame: av.VideoFrame) -> None:
-        where = f"frame {self.num_frames}"
+        number = self._first + self.num_frames
+        where = f"frame {number}"
         require(not frame.is_corrupt, f"{where} is corrupt")
         require(
-            frame.pts is not None and frame.pts * self._time_base == Fraction(self.num_frames, FPS),
-            f"{where} must be shown at {self.num_frames}/{FPS} s, got {frame.pts} x {self._time_base} s",
+            frame.pts is not None and frame.pts * self._time_base == Fraction(number, FPS),
+            f"{where} must be shown at {number}/{FPS} s, got {frame.pts} x {self._time_base} s",
         )
         require_equal(f"size of {where}", f"{frame.width}x{frame.height}", self._size)
         require_equal(f"pixel format of {where}", frame.format.name, "yuv420p")
@@ -117,6 +132,40 @@ class Picture:
         wanted = (ColorRange.MPEG, Colorspace.ITU709, ColorPrimaries.BT709, ColorTrc.BT709)
         for name, tag, want in zip(("range", "matrix", "primaries", "transfer"), tags, wanted, strict=True):
             require(tag == want, f"the colour {name} of {where} must be tagged {int(want)} (BT.709, tv), got {tag}")
+
+
+class _Blocks:
+    """Means of the blocks of a run of frames: those of its first frame, the least and the largest of all.
+
+    Whether a picture moves is a question about its first frame, which another run may have.
+    """
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.first = self.least = self.largest = first
+
+    def add(self, means: np.ndarray) -> None:
+        self.least, self.largest = np.minimum(self.least, means), np.maximum(self.largest, means)
+
+    def append(self, other: "_Blocks") -> None:
+        self.add(other.least)
+        self.add(other.largest)
+
+    @property
+    def have_moved(self) -> bool:
+        return bool((np.maximum(self.largest - self.first, self.first - self.least) > _MOVED_LEVELS).any())
+
+    @property
+    def have_moved_for_certain(self) -> bool:
+        """Whether they have, whatever frame is the first of the picture."""
+        return bool((self.largest - self.least > 2 * _MOVED_LEVELS).any())
+
+
+def _means(luma: VideoPlane) -> np.ndarray:
+    """Of every block of a frame."""
+    rows = np.frombuffer(memoryview(luma), np.uint8).reshape(luma.height, luma.line_size)[::_ROW_STEP]
+    height, width = rows.shape[0] // _BLOCK_ROWS, luma.width // _BLOCK_COLUMNS
+    whole = rows[: height * _BLOCK_ROWS, : width * _BLOCK_COLUMNS]
+    return whole.reshape(height, _BLOCK_ROWS, width, _BLOCK_COLUMNS).mean((1, 3))
 
 
 class PictureBehind:

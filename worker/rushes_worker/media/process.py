@@ -16,8 +16,9 @@ from typing import Self
 from rushes_core.variants import BY_PRODUCTS
 
 from rushes_worker.child import environment_without_secrets, spawn
+from rushes_worker.devices import VISIBLE
 from rushes_worker.media.by_products import by_product_path
-from rushes_worker.media.encode import EncoderSettings, check_frame_size, partial_path
+from rushes_worker.media.encode import check_frame_size, partial_path
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.messages import (
     AbortClip,
@@ -33,6 +34,7 @@ from rushes_worker.media.messages import (
     SetAudio,
     StartClip,
 )
+from rushes_worker.media.settings import EncoderSettings
 
 __all__ = ["ClipSpec", "MadeClip", "MediaProcess"]
 
@@ -51,8 +53,13 @@ class MediaProcess:
     `start_clip` begins the next one, in a new child if the old one is lost.
     """
 
-    def __init__(self, settings: EncoderSettings | None = None) -> None:
+    def __init__(self, settings: EncoderSettings | None = None, *, device: str = "") -> None:
+        """
+        Args:
+            device: entry of `CUDA_VISIBLE_DEVICES` for a hardware encoder; empty: as it is in this process.
+        """
         self._settings = settings or EncoderSettings()
+        self._environment = environment_without_secrets() | ({VISIBLE: device} if device else {})
         self._number = 0
         self._spec: ClipSpec | None = None
         self._inputs: list[Path] = []
@@ -126,7 +133,7 @@ class MediaProcess:
             self._receive()
 
     def finish(self, timeout: float) -> MadeClip:
-        """Wait until the clip is encoded, validated and durable under its own name, and its by-products lie beside it.
+        """Wait until the clip is encoded and validated under its own name, and its by-products lie beside it.
 
         Args:
             timeout: seconds; a process that takes longer is killed.
@@ -188,7 +195,7 @@ class MediaProcess:
             self._child = spawn(
                 "rushes_worker.media.process",
                 [str(theirs.fileno())],
-                env=environment_without_secrets(),
+                env=self._environment,
                 pass_fds=(theirs.fileno(),),
             )
         self._connection = Connection(ours.detach())

@@ -1,0 +1,241 @@
+"""From decoded frames to the finished file: how long after the last frame, at what cost, and how good.
+
+    python loadtest/media.py finish --seconds 5 10 15 --rate 100
+    python loadtest/media.py presets
+
+`finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
+clip. `presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import av
+import numpy as np
+import scenes
+from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip, units_of
+from rushes_core.variants import BY_PRODUCTS
+from rushes_worker.media.encode import ClipEncoder
+from rushes_worker.media.messages import MadeClip
+from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.settings import DEFAULT_PRESETS, PRESETS, EncoderSettings
+
+_FINISH_SECONDS = 300.0
+_COMPARED = 4
+"""Every which frame is compared."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    finish = actions.add_parser("finish")
+    finish.add_argument("--seconds", type=float, nargs="+", default=[10.0])
+    finish.add_argument("--rate", type=float, default=100.0, help="frames a second; 0: all units at once")
+    finish.add_argument("--repeat", type=int, default=5)
+    finish.add_argument("--scene", choices=scenes.SCENES, default="drift")
+    finish.add_argument("--timeline", action="store_true", help="also when each part of the last clip was at work")
+    finish.set_defaults(run=_finish)
+    presets = actions.add_parser("presets")
+    presets.add_argument("--seconds", type=float, default=5.0)
+    presets.add_argument("--scenes", nargs="+", choices=scenes.SCENES, default=list(scenes.SCENES))
+    presets.add_argument("--presets", nargs="+", choices=PRESETS["libx264"], default=PRESETS["libx264"][:-1])
+    presets.add_argument("--crf", type=int, nargs="+", default=[20])
+    presets.set_defaults(run=_presets)
+    for action in (finish, presets):
+        cores = len(os.sched_getaffinity(0))
+        default = max(1, min(8, cores // 2))
+        action.add_argument("--encoders", type=int, default=default, help=f"segments at once (default {default})")
+        action.add_argument("--keyframe-interval", type=int, nargs="+", default=[EncoderSettings().keyframe_interval])
+        action.add_argument("--threads", type=int, default=EncoderSettings().threads)
+    finish.add_argument("--preset", default=DEFAULT_PRESETS["libx264"])
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _finish(arguments: argparse.Namespace) -> None:
+    frames = scenes.SCENES[arguments.scene](Clip.for_seconds(max(arguments.seconds)).num_frames)
+    for interval in arguments.keyframe_interval:
+        settings = EncoderSettings(
+            preset=arguments.preset,
+            keyframe_interval=interval,
+            encoders=arguments.encoders,
+            threads=arguments.threads,
+        )
+        for seconds in arguments.seconds:
+            _finish_clips(frames[: Clip.for_seconds(seconds).num_frames], settings, arguments)
+
+
+def _finish_clips(frames: np.ndarray, settings: EncoderSettings, arguments: argparse.Namespace) -> None:
+    figures: list[tuple[float, float, int]] = []
+    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, MediaProcess(settings) as media:
+        # a process that has just started is slower
+        handed_over, ended, made = _hand_over(media, Path(folder), frames, arguments.rate)
+        for _ in range(arguments.repeat):
+            before = _cpu_seconds(media.pid)
+            handed_over, ended, made = _hand_over(media, Path(folder), frames, arguments.rate)
+            figures.append((ended - handed_over[-1], _cpu_seconds(media.pid) - before, made.facts.bytes))
+        waits, costs, sizes = zip(*figures, strict=True)
+        memory = _peak_mib(media.pid)
+    print(
+        json.dumps(
+            {
+                "case": "finish",
+                "frames": len(frames),
+                "rate": arguments.rate,
+                "encoders": settings.encoders,
+                "preset": settings.preset,
+                "keyframe_interval": settings.keyframe_interval,
+                "threads": settings.threads,
+                "cores": len(os.sched_getaffinity(0)),
+                "after_last_frame_ms": round(median(waits) * 1e3, 1),
+                "spread_ms": [round(min(waits) * 1e3, 1), round(max(waits) * 1e3, 1)],
+                "cpu_s": round(median(costs), 2),
+                "mebibytes": round(sizes[-1] / 2**20, 2),
+                "peak_mib": memory,
+                "load_average": Path("/proc/loadavg").read_text().split()[0],
+            }
+        ),
+        flush=True,
+    )
+    if arguments.timeline:
+        _print_timeline(made, handed_over, ended)
+
+
+def _hand_over(
+    media: MediaProcess, folder: Path, frames: np.ndarray, rate: float
+) -> tuple[list[float], float, MadeClip]:
+    """When each unit was handed over and when the clip was finished, and the clip."""
+    _, height, width, _ = frames.shape
+    names = tuple(variant.name for variant in BY_PRODUCTS)
+    sound = folder / "sound.npy"
+    np.save(sound, _chord(len(frames)))
+    media.start_clip(ClipSpec(folder / "video.mp4", width, height, len(frames), by_products=names))
+    media.set_audio(sound)
+    units = units_of(len(frames))
+    paths = [folder / f"unit-{unit.start:03}.rgb" for unit in units]
+    if not rate:
+        for path, unit in zip(paths, units, strict=True):
+            frames[unit.start : unit.stop].tofile(path)
+    began, handed_over = time.monotonic(), []
+    for number, (path, unit) in enumerate(zip(paths, units, strict=True)):
+        if rate:
+            frames[unit.start : unit.stop].tofile(path)
+            time.sleep(max(0.0, began + unit.stop / rate - time.monotonic()))
+        media.add_unit(number, path, len(unit))
+        handed_over.append(time.monotonic())
+    made = media.finish(_FINISH_SECONDS)
+    return handed_over, time.monotonic(), made
+
+
+def _print_timeline(made: MadeClip, handed_over: list[float], ended: float) -> None:
+    zero = handed_over[-1]
+    print("| | from ms | to ms |\n|---|---|---|")
+    rows = [(span.what, span.began, span.ended) for span in made.spans]
+    rows += [(f"unit {number} handed over", at, at) for number, at in enumerate(handed_over)]
+    for what, start, stop in sorted(rows, key=lambda row: row[1]):
+        print(f"| {what} | {(start - zero) * 1e3:.0f} | {(stop - zero) * 1e3:.0f} |")
+    print(f"| finished | | {(ended - zero) * 1e3:.0f} |", flush=True)
+
+
+def _presets(arguments: argparse.Namespace) -> None:
+    num_frames = Clip.for_seconds(arguments.seconds).num_frames
+    print(
+        "| scene | preset | CRF | interval | MB/10 s | CPU s/10 s | PSNR dB | SSIM |\n|---|---|---|---|---|---|---|---|"
+    )
+    for scene in arguments.scenes:
+        frames = scenes.SCENES[scene](num_frames)
+        lossless = [_luma(frame) for frame in frames[::_COMPARED]]
+        for preset in arguments.presets:
+            for crf in arguments.crf:
+                for interval in arguments.keyframe_interval:
+                    settings = EncoderSettings(
+                        preset=preset,
+                        crf=crf,
+                        keyframe_interval=interval,
+                        encoders=arguments.encoders,
+                        threads=arguments.threads,
+                    )
+                    size, cpu, psnr, ssim = _encode(frames, lossless, settings)
+                    share = 10 * FPS / num_frames
+                    print(
+                        f"| {scene} | {preset} | {crf} | {interval} | {size * share / 1e6:.2f} | {cpu * share:.2f} "
+                        f"| {psnr:.2f} | {ssim:.4f} |",
+                        flush=True,
+                    )
+
+
+def _encode(
+    frames: np.ndarray, lossless: list[np.ndarray], settings: EncoderSettings
+) -> tuple[int, float, float, float]:
+    """Bytes of the clip, processor seconds, PSNR and SSIM of its luma."""
+    _, height, width, _ = frames.shape
+    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder:
+        path = Path(folder) / "video.mp4"
+        before = time.process_time()
+        with ClipEncoder(path, width=width, height=height, num_frames=len(frames), settings=settings) as encoder:
+            encoder.add_frames(frames)
+            encoder.finish(_chord(len(frames)))
+        cpu = time.process_time() - before
+        with av.open(str(path)) as container:
+            decoded = [_plane(frame) for i, frame in enumerate(container.decode(video=0)) if i % _COMPARED == 0]
+        errors = [float(np.square(a - b).mean()) for a, b in zip(decoded, lossless, strict=True)]
+        psnr = 10 * np.log10(255**2 / np.mean(errors))
+        ssim = np.mean([_ssim(a, b) for a, b in zip(decoded, lossless, strict=True)])
+        return path.stat().st_size, cpu, float(psnr), float(ssim)
+
+
+def _luma(frame: np.ndarray) -> np.ndarray:
+    """[H, W] BT.709 limited-range luma of [H, W, 3] RGB, not rounded."""
+    return 16 + 219 / 255 * (frame.astype(np.float32) @ np.array([0.2126, 0.7152, 0.0722], np.float32))
+
+
+def _plane(frame: av.VideoFrame) -> np.ndarray:
+    plane = frame.planes[0]
+    rows = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
+    return rows[:, : plane.width].astype(np.float32)
+
+
+def _ssim(a: np.ndarray, b: np.ndarray) -> float:
+    """Structural similarity over blocks of 8x8 that overlap by half."""
+    mean_a, mean_b = _block_means(a), _block_means(b)
+    var_a, var_b = _block_means(a * a) - mean_a**2, _block_means(b * b) - mean_b**2
+    covariance = _block_means(a * b) - mean_a * mean_b
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
+
+
+def _block_means(values: np.ndarray) -> np.ndarray:
+    height, width = values.shape
+    quarters = values.astype(np.float64).reshape(height // 4, 4, width // 4, 4).mean((1, 3))
+    rows = quarters[:-1] + quarters[1:]
+    return (rows[:, :-1] + rows[:, 1:]) / 4
+
+
+def _chord(num_frames: int) -> np.ndarray:
+    """[2, N] float32 as long as the picture."""
+    times = np.arange(round(num_frames * AUDIO_SAMPLE_RATE / FPS)) / AUDIO_SAMPLE_RATE
+    noise = np.random.default_rng(7).normal(scale=0.02, size=(2, len(times)))
+    return (0.2 * np.sin(2 * np.pi * 220 * times) + 0.1 * np.sin(2 * np.pi * 554 * times) + noise).astype(np.float32)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mib(pid: int) -> int:
+    """The most memory that a process had, mapped frames included."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (peak,) = (line for line in lines if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) // 1024
+
+
+if __name__ == "__main__":
+    main()

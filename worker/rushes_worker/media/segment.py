@@ -1,0 +1,158 @@
+"""One run of a clip's frames as H.264 that needs no other: it begins with a keyframe and refers to nothing before it.
+
+Segments of one clip are made by encoders that are set up alike, so their packets can be joined without encoding again:
+the parameter sets are the same, and every packet carries its place in the clip.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+import numpy as np
+from av.codec.context import Flags
+from av.error import FFmpegError
+from av.video.reformatter import (
+    ColorPrimaries,
+    ColorRange,
+    Colorspace,
+    ColorTrc,
+    Interpolation,
+    VideoReformatter,
+)
+from rushes_core.clip import FPS, UNIT_FRAMES, units_of
+
+from rushes_worker.media.errors import MediaError
+from rushes_worker.media.picture import Picture, PictureBehind
+from rushes_worker.media.settings import EncoderSettings
+
+TICK = Fraction(1, FPS)
+"""What the time stamps of the picture count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of frames, encoded, and the same decoded again."""
+
+    packets: list[av.Packet]
+    """In order; pts and dts are numbers of frames of the clip."""
+    picture: Picture
+
+
+def plan_segments(num_frames: int, settings: EncoderSettings) -> list[range]:
+    """The runs of frames of a clip that are encoded apart: as many whole temporal units as the keyframe interval holds.
+
+    They depend on nothing but the arguments, so that the file does not either.
+    """
+    if settings.encoder != "libx264":
+        # a session of a hardware encoder costs more to open than a clip to encode
+        return [range(num_frames)]
+    together = max(1, settings.keyframe_interval // UNIT_FRAMES)
+    # the last unit decides when the clip is complete: it waits for no other
+    *body, last = units_of(num_frames)
+    groups = [body[i : i + together] for i in range(0, len(body), together)]
+    return [range(group[0].start, group[-1].stop) for group in groups] + [last]
+
+
+def set_up(context: av.VideoCodecContext, settings: EncoderSettings, *, width: int, height: int) -> None:
+    """Have an encoder that is not open yet make what every segment of a clip of this size is made of."""
+    context.width, context.height, context.pix_fmt = width, height, "yuv420p"
+    context.time_base, context.framerate = TICK, Fraction(FPS)
+    context.thread_count = settings.threads
+    context.gop_size = settings.keyframe_interval
+    # with its parameter sets apart from the packets, as an MP4 holds them
+    context.flags |= Flags.bitexact | Flags.closed_gop | Flags.global_header
+    context.color_range = ColorRange.MPEG
+    context.colorspace = Colorspace.ITU709
+    context.color_primaries = ColorPrimaries.BT709
+    context.color_trc = ColorTrc.BT709
+    # without B-frames the first frame is shown at 0 even by players that ignore edit lists
+    options = {"preset": settings.preset, "profile": "high", "bf": "0"}
+    if settings.encoder == "libx264":
+        # no maxrate: x264 keeps to it by timing its threads, and the bytes would change from run to run
+        # ultrafast turns CABAC and 8x8 transforms off and would fall back to Baseline
+        context.options = options | {"crf": str(settings.crf), "x264-params": "cabac=1:8x8dct=1"}
+    else:
+        context.bit_rate = 0
+        context.options = options | {"rc": "vbr", "cq": str(settings.crf), "forced-idr": "1"}
+
+
+class SegmentEncoder:
+    """Encodes the frames of one segment, and decodes them a few frames behind. One thread at a time uses it.
+
+    Args:
+        first: number of its first frame in the clip.
+        width, height: pixels, even.
+    """
+
+    def __init__(self, first: int, settings: EncoderSettings, *, width: int, height: int) -> None:
+        self._next = self._first = first
+        self._settings = settings
+        self._size = {"width": width, "height": height}
+        context = av.CodecContext.create(settings.encoder, "w")
+        assert isinstance(context, av.VideoCodecContext)
+        self._context = context
+        set_up(context, settings, **self._size)
+        self._reformatter = VideoReformatter()
+        self._packets: list[av.Packet] = []
+        self._picture: PictureBehind | None = None
+
+    def add(self, frame: np.ndarray) -> None:
+        """Encode the next frame, [H, W, 3] RGB: uint8, or float32 in [0, 1], which is clipped and rounded.
+
+        Raises:
+            MediaError: the encoder failed.
+        """
+        try:
+            self._keep(self._context.encode(self._yuv(frame)))
+        except FFmpegError as error:
+            raise MediaError(f"the video encoder failed at frame {self._next}: {error}") from error
+        self._next += 1
+
+    def finish(self) -> Segment:
+        """The whole segment, once all of its frames were added.
+
+        Raises:
+            InvalidClip: what the encoder made cannot be decoded, or a frame is not as it should be.
+            MediaError: the encoder failed.
+        """
+        try:
+            self._keep(self._context.encode(None))
+        except FFmpegError as error:
+            raise MediaError(f"the video encoder failed after frame {self._next - 1}: {error}") from error
+        if self._picture is None:
+            raise MediaError(f"the video encoder made nothing of frames {self._first} to {self._next - 1}")
+        return Segment(self._packets, self._picture.finish())
+
+    def close(self) -> None:
+        """Give up what was not decoded yet."""
+        if self._picture is not None:
+            self._picture.close()
+
+    def _keep(self, packets: list[av.Packet]) -> None:
+        for packet in packets:
+            if self._picture is None:
+                # the encoder knows its parameter sets once it runs
+                extradata = self._context.extradata or b""
+                picture = Picture(extradata, **self._size, time_base=TICK, first=self._first)
+                self._picture = PictureBehind(picture)
+            self._packets.append(packet)
+            self._picture.add(packet)
+
+    def _yuv(self, frame: np.ndarray) -> av.VideoFrame:
+        """`frame` [H, W, 3] as BT.709 limited-range 4:2:0 with its place in time."""
+        if frame.dtype != np.uint8:
+            frame = np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
+        yuv = self._reformatter.reformat(
+            av.VideoFrame.from_numpy_buffer(frame, format="rgb24"),
+            format="yuv420p",
+            src_color_range=ColorRange.JPEG,
+            dst_colorspace=Colorspace.ITU709,
+            dst_color_range=ColorRange.MPEG,
+            interpolation=Interpolation.BILINEAR,
+            threads=self._settings.threads,
+        )
+        yuv.color_primaries = ColorPrimaries.BT709
+        yuv.color_trc = ColorTrc.BT709
+        yuv.pts = self._next
+        yuv.time_base = TICK
+        return yuv

@@ -1,0 +1,148 @@
+"""The segments of one clip, encoded side by side by threads of the media process.
+
+Threads, not processes: what takes the time (conversion, encoder, decoder, sums over planes) runs without the GIL,
+frames are shared as they lie in the file of their unit, and a clip's process is still the only thing to end.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from rushes_worker.media.segment import Segment, SegmentEncoder
+from rushes_worker.media.times import Spans
+
+
+class Segments:
+    """Takes the frames of a clip in order and encodes the segments that they belong to, some at once.
+
+    Args:
+        plan: frames of each segment.
+        make: an encoder for the segment that begins with this frame.
+        encoders: segments that are worked on at once.
+        on_failure: told once, from a thread, that `finish` will raise.
+        spans: told when which frames were encoded.
+    """
+
+    def __init__(
+        self,
+        plan: Iterable[range],
+        make: Callable[[int], SegmentEncoder],
+        *,
+        encoders: int,
+        on_failure: Callable[[], None],
+        spans: Spans,
+    ) -> None:
+        self._threads = ThreadPoolExecutor(encoders, thread_name_prefix="segment")
+        self._lanes = [_Lane(frames, make, spans) for frames in plan]
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._num_missing = len(self._lanes)
+        self._given_up = threading.Event()
+        self._ended = threading.Event()
+        self._next = 0
+        self.failure: Exception | None = None
+        """What the first segment that failed failed of."""
+
+    def add(self, frames: np.ndarray) -> None:
+        """The next frames of the clip, [f, H, W, 3]; they must not change before they are encoded."""
+        start, stop = self._next, self._next + len(frames)
+        self._next = stop
+        for lane in self._lanes:
+            low, high = max(start, lane.frames.start), min(stop, lane.frames.stop)
+            if low < high and lane.put(frames[low - start : high - start]):
+                self._threads.submit(self._work, lane)
+
+    def finish(self) -> list[Segment]:
+        """Every segment in order, once all frames of the clip were added.
+
+        Raises:
+            MediaError, ValueError: a segment could not be made.
+        """
+        self._ended.wait()
+        if self.failure is not None:
+            raise self.failure
+        return [lane.segment for lane in self._lanes if lane.segment is not None]
+
+    def close(self) -> None:
+        """Give up what is not encoded yet, and end the threads: within the time of a few frames."""
+        self._given_up.set()
+        self._threads.shutdown(cancel_futures=True)
+        for lane in self._lanes:
+            lane.close()
+
+    def _work(self, lane: "_Lane") -> None:
+        try:
+            lane.work(self._given_up)
+        except Exception as error:
+            self._given_up.set()
+            with self._lock:
+                is_first = self.failure is None
+                self.failure = self.failure or error
+            self._ended.set()
+            if is_first:
+                self._on_failure()
+            return
+        if lane.segment is not None:
+            with self._lock:
+                self._num_missing -= 1
+                if self._num_missing == 0:
+                    self._ended.set()
+
+
+class _Lane:
+    """One segment: its frames are encoded one after another, by whichever thread is free."""
+
+    def __init__(self, frames: range, make: Callable[[int], SegmentEncoder], spans: Spans) -> None:
+        self.frames = frames
+        self._spans = spans
+        self.segment: Segment | None = None
+        """Once it is finished."""
+        self._make = make
+        self._lock = threading.Lock()
+        self._pieces: deque[np.ndarray] = deque()
+        self._is_busy = False
+        self._num_missing = len(frames)
+        self._encoder: SegmentEncoder | None = None
+
+    def put(self, piece: np.ndarray) -> bool:
+        """Have `piece` encoded; whether a thread must be sent to `work`."""
+        with self._lock:
+            self._pieces.append(piece)
+            idle, self._is_busy = not self._is_busy, True
+        return idle
+
+    def work(self, given_up: threading.Event) -> None:
+        """Encode what there is, until it is `given_up`."""
+        while (piece := self._take()) is not None:
+            start = self.frames.stop - self._num_missing
+            with self._spans.note(f"frames {start}-{start + len(piece) - 1}"):
+                self._encode(piece, given_up)
+
+    def close(self) -> None:
+        """Forget what is not finished. Call it when no thread is at work."""
+        self._pieces.clear()
+        if self._encoder is not None:
+            self._encoder.close()
+            self._encoder = None
+
+    def _encode(self, piece: np.ndarray, given_up: threading.Event) -> None:
+        if self._encoder is None:
+            self._encoder = self._make(self.frames.start)
+        for frame in piece:
+            if given_up.is_set():
+                return
+            self._encoder.add(frame)
+        self._num_missing -= len(piece)
+        if self._num_missing == 0:
+            self.segment = self._encoder.finish()
+            self.close()
+
+    def _take(self) -> np.ndarray | None:
+        with self._lock:
+            if self._pieces:
+                return self._pieces.popleft()
+            self._is_busy = False
+            return None
