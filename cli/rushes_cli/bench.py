@@ -25,6 +25,7 @@ from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
 from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
 
@@ -246,7 +247,7 @@ def _render(
     torch.cuda.synchronize()
     started = time.perf_counter()
     with _clip(case, folder, media, keep):
-        pipeline.render(case.request(seed), reporter)
+        _render_whole(pipeline, case.request(seed), reporter)
         reporter.mark("end 0")
         torch.cuda.synchronize()
         rendered = time.perf_counter()
@@ -263,6 +264,12 @@ def _render(
         slowest_step=max(lengths),
         fastest_step=min(lengths),
     )
+
+
+def _render_whole(pipeline: FastH3Pipeline, request: RenderRequest, reporter: TimedReporter) -> None:
+    remainder = pipeline.render(request, reporter)
+    if remainder is not None:
+        remainder.hand_over()
 
 
 def _line(stages: Stages) -> str:
@@ -315,7 +322,7 @@ def transformer_flop(config: TransformerConfig, contract: InferenceContract, cas
 def _profile(pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int) -> None:
     reporter = ProfilingReporter(media, folder, Clip.for_seconds(case.seconds).num_units - 1)
     with _clip(case, folder, media):
-        pipeline.render(case.request(seed), reporter)
+        _render_whole(pipeline, case.request(seed), reporter)
     for title, rows in reporter.tables.items():
         total = sum(milliseconds for _, _, milliseconds in rows)
         print(f"\n{title}: {total:.2f} ms in {sum(count for _, count, _ in rows)} launches")

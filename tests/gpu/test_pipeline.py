@@ -12,7 +12,7 @@ from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.schedule import Schedule
 from support.parallel import run_ranks
 from support.ranks import denoise, exercise_collectives
-from support.rendering import RecordingReporter, render_on_rank, request
+from support.rendering import RecordingReporter, render_on_rank, render_whole, request
 from support.tiny_model import Clip, random_weights, tiny_config
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def test_renders_a_clip(checkpoint: Path) -> None:
     pipeline = FastH3Pipeline(checkpoint, device="cuda:0")
     first, again = RecordingReporter(), RecordingReporter()
     for reporter in (first, again):
-        pipeline.render(request(width=384, height=320), reporter)
+        render_whole(pipeline, request(width=384, height=320), reporter)
     assert first.clip.shape == (107, 320, 384, 3)
     assert first.clip.std() > 10
     assert first.samples is not None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rushes_worker.commands import Boot, Done, Failed, Outcome, Ready, Refused, Report, Stopped, UnitReady
+from rushes_worker.commands import Boot, Done, Failed, Loading, Outcome, Ready, Refused, Report, Stopped, UnitReady
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
@@ -151,7 +151,9 @@ def test_rank_of_another_epoch_does_not_join(tmp_path: Path, monkeypatch: pytest
             readable = multiprocessing.connection.wait(new.waitables, 5)
             ready |= {rank for rank, report in new.receive(readable) if isinstance(report, Ready)}
             assert not new.exits()
-        assert not multiprocessing.connection.wait(stale.waitables, 0)
+        said = [report for _, report in stale.receive(stale.waitables)]
+        assert said
+        assert all(isinstance(report, Loading) for report in said)
     finally:
         new.end()
         stale.end()

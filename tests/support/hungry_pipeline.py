@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 
 HUNGRY = "support.hungry_pipeline:HungryPipeline"
 _BLOCK = 1 << 30
@@ -21,7 +21,9 @@ class HungryPipeline:
 
     precision = "no model"
 
-    def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+    ) -> None:
         self._rank = rank
         self._sp = sp
         self._device = device

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 
 KEEPING = "support.keeping_pipeline:KeepingPipeline"
@@ -16,12 +16,14 @@ FOLDER = "KEEPING_FOLDER"
 class KeepingPipeline:
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
-    def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
-        self._pipeline = FastH3Pipeline(checkpoint, rank=rank, sp=sp, device=device, options=options)
+    def __init__(
+        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+    ) -> None:
+        self._pipeline = FastH3Pipeline(checkpoint, rank=rank, sp=sp, device=device, options=options, watch=watch)
         self.precision = self._pipeline.precision
 
-    def render(self, request: RenderRequest, reporter: Reporter) -> None:
-        self._pipeline.render(request, _KeepingReporter(reporter, Path(os.environ[FOLDER])))
+    def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
+        return self._pipeline.render(request, _KeepingReporter(reporter, Path(os.environ[FOLDER])))
 
 
 class _KeepingReporter:

@@ -5,6 +5,7 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [step 0.2]                 every denoise step takes 0.2 s
     [sleep 2]                  encoding takes 2 s in one piece
     [unit 0.2]                 every round of decoded units takes 0.2 s
+    [tail 0.2]                 the last round is done 0.2 s after all work was queued, and the next render may begin
     [die rank 1 at step 3]     that rank kills itself before that step
     [hang at step 3]           every rank sleeps for good
     [invalid] [value error] [generation error] [raise]    what is raised, by every rank, after the first step
@@ -15,7 +16,8 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [blank]                    one flat colour and silence
     [missing unit]             the last unit is never handed over
 
-`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail.
+`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail,
+`SCRIPTED_CAPTURE_SECONDS` is what comes after it.
 """
 
 import os
@@ -28,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
 from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory
-from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 
 NUM_STEPS = 8
 _UNIT_FRAMES = 17
@@ -40,14 +42,19 @@ class ScriptedPipeline:
 
     precision = "no model"
 
-    def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+    ) -> None:
         self._rank = rank
         self._sp = sp
-        time.sleep(float(os.environ.get("SCRIPTED_LOAD_SECONDS", "0")))
+        with watch.stage("loading weights"):
+            _load(watch, float(os.environ.get("SCRIPTED_LOAD_SECONDS", "0")))
+        with watch.stage("capturing"):
+            time.sleep(float(os.environ.get("SCRIPTED_CAPTURE_SECONDS", "0")))
         if error := os.environ.get("SCRIPTED_LOAD_ERROR"):
             raise CheckpointError(f"{checkpoint}: {error}")
 
-    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+    def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
         script = _Script(request, self._rank)
         clip = Clip(request.num_frames)
         reporter.progress("encoding")
@@ -62,12 +69,14 @@ class ScriptedPipeline:
         reporter.progress("decoding")
         if script.has("out of memory decoding") or (script.has("large") and not request.low_memory):
             raise OutOfMemory("no memory left")
-        self._decode(request, reporter, script, clip.num_units)
         if self._rank == 0:
             reporter.audio(_sound(request, clip, script))
+        return self._decode(request, reporter, script, clip.num_units)
 
-    def _decode(self, request: RenderRequest, reporter: Reporter, script: "_Script", num_units: int) -> None:
-        """Deal the units out to the ranks in rounds, with a boundary before each round."""
+    def _decode(self, request: RenderRequest, reporter: Reporter, script: "_Script", num_units: int) -> "_Tail | None":
+        """Deal the units out to the ranks in rounds, with a boundary before each round; those of the last may come
+        late."""
+        tail: _Tail | None = None
         for start in range(0, num_units, self._sp):
             reporter.checkpoint()
             time.sleep(script.seconds("unit"))
@@ -76,7 +85,39 @@ class ScriptedPipeline:
             if unit <= last and not (unit == last and script.has("missing unit")):
                 first = unit * _UNIT_FRAMES
                 end = request.num_frames if unit == last else first + _UNIT_FRAMES
-                reporter.frames(unit, frames(request, first, end, flat=script.has("blank")))
+                values = frames(request, first, end, flat=script.has("blank"))
+                if script.has("tail") and start + self._sp >= num_units:
+                    tail = _Tail(reporter, unit, values, script.seconds("tail"))
+                else:
+                    reporter.frames(unit, values)
+        return tail or (_Tail(reporter, None, None, script.seconds("tail")) if script.has("tail") else None)
+
+
+class _Tail:
+    """The last unit of a rank, or nothing, which a device is done with only later; implements `Remainder`."""
+
+    def __init__(self, reporter: Reporter, unit: int | None, values: np.ndarray | None, seconds: float) -> None:
+        self._reporter = reporter
+        self._unit = unit
+        self._values = values
+        self._ends_at = time.monotonic() + seconds
+
+    @property
+    def is_done(self) -> bool:
+        return time.monotonic() >= self._ends_at
+
+    def hand_over(self) -> None:
+        time.sleep(max(0.0, self._ends_at - time.monotonic()))
+        if self._unit is not None and self._values is not None:
+            self._reporter.frames(self._unit, self._values)
+
+
+def _load(watch: LoadWatch, seconds: float) -> None:
+    """Take `seconds` for ten pieces of ten bytes."""
+    watch.expect(100)
+    for _ in range(10):
+        time.sleep(seconds / 10)
+        watch.add(10, 10)
 
 
 def frames(request: RenderRequest, first: int, end: int, *, flat: bool = False) -> np.ndarray:

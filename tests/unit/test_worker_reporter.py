@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from rushes_core.errors import GenerationError, InvalidOutput
 from rushes_worker.commands import Advanced, AudioReady, Render, Stop, UnitReady
+from rushes_worker.idle import IdleClock
 from rushes_worker.pipeline.base import Cancelled, RenderRequest
-from rushes_worker.reporter import RankReporter, alone
+from rushes_worker.rank_line import RankLine
+from rushes_worker.reporter import Agreement, RankReporter, alone
 
 REQUEST = RenderRequest("video_1", 1, "a wave", seed=7, width=64, height=48, num_frames=107)
 
@@ -25,9 +27,13 @@ def supervisor(pipe: tuple[Connection, Connection]) -> Connection:
     return pipe[0]
 
 
+def reporter_of(line: RankLine, directory: Path, *, rank: int = 0, agree: Agreement = alone) -> RankReporter:
+    return RankReporter(Render(5, REQUEST, directory), rank=rank, line=line, agree=agree, idle=IdleClock("cpu"))
+
+
 @pytest.fixture
 def reporter(pipe: tuple[Connection, Connection], tmp_path: Path) -> RankReporter:
-    return RankReporter(Render(5, REQUEST, tmp_path), rank=0, connection=pipe[1], agree=alone)
+    return reporter_of(RankLine(pipe[1]), tmp_path)
 
 
 def test_frames_are_left_as_raw_bytes(reporter: RankReporter, supervisor: Connection) -> None:
@@ -80,14 +86,14 @@ def test_boundary_stops_after_the_supervisor_said_so(reporter: RankReporter, sup
 
 
 def test_other_ranks_stop_when_rank_0_does(pipe: tuple[Connection, Connection], tmp_path: Path) -> None:
-    reporter = RankReporter(Render(5, REQUEST, tmp_path), rank=1, connection=pipe[1], agree=lambda flag: True)
+    reporter = reporter_of(RankLine(pipe[1]), tmp_path, rank=1, agree=lambda number: 1)
     with pytest.raises(Cancelled):
         reporter.checkpoint()
 
 
 def test_only_rank_0_tells_progress(pipe: tuple[Connection, Connection], tmp_path: Path) -> None:
     for rank in (0, 1):
-        reporter = RankReporter(Render(5, REQUEST, tmp_path), rank=rank, connection=pipe[1], agree=alone)
+        reporter = reporter_of(RankLine(pipe[1]), tmp_path, rank=rank)
         reporter.progress("denoising", 3)
     assert pipe[0].recv() == Advanced(5, "denoising", 3)
     assert not pipe[0].poll()

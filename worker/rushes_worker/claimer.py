@@ -98,6 +98,16 @@ class Claimer:
             self.hint()
         return claim
 
+    def take_ahead(self) -> Claim | None:
+        """The held job, if there is one that may be started while another is on the ranks: not after a lost attempt."""
+        with self._lock:
+            claim = self._claim
+            if claim is None or claim.job.attempt > 1:
+                return None
+            self._claim = None
+        self.hint()
+        return claim
+
     def hint(self) -> None:
         """There may be work."""
         self._due = True

@@ -40,6 +40,9 @@ class Render:
     serial: int
     request: RenderRequest
     directory: Path
+    behind: int = 0
+    """The render that the ranks were at when this was said; 0: none. It is void on a rank where that one failed before
+    all its work was queued: the ranks may be out of step then, and whoever knows better says it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,21 @@ Command = Render | Stop
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the rank is on the way to `Ready`."""
+
+    stage: str
+    """What it does now, for people."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Weights of the whole model that are dealt with, and all there are; both 0 where nothing is read."""
+    bytes_per_second: float | None = None
+    """Of this rank's own share, lately."""
+    seconds_left: float | None = None
+    """Until all weights are loaded, at that rate."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The pipeline is loaded."""
 
@@ -63,6 +81,8 @@ class Ready:
     """Of the GPU, or of the process and the machine where there is none."""
     precision: str
     """What the pipeline computes in, for people."""
+    seconds: tuple[tuple[str, float], ...] = ()
+    """What each stage of the start took, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +128,15 @@ class AudioReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Idled:
+    """Told before `Done`, if another render was done before this one."""
+
+    serial: int
+    seconds: float
+    """That the device had nothing to do between the last work of that one and the first denoise step of this one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     serial: int
 
@@ -121,7 +150,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request itself is wrong; nothing about the rank is."""
+    """The request itself is wrong; nothing about the rank is. A render that was said behind this one is void."""
 
     serial: int
     message: str
@@ -140,7 +169,9 @@ class Failed:
     traceback: str
     intact: bool
     """The rank is back in step and can go on; otherwise its group must end."""
+    is_late: bool = False
+    """All work was queued, and what failed was to hand it over: a render that was said behind this one stands."""
 
 
 Outcome = Done | Stopped | Refused | Failed
-Report = Ready | Unfit | MemoryUsed | Advanced | UnitReady | AudioReady | Outcome
+Report = Loading | Ready | Unfit | MemoryUsed | Advanced | UnitReady | AudioReady | Idled | Outcome

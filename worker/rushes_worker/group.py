@@ -16,7 +16,7 @@ from typing import Any
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
-from rushes_worker.commands import Boot, Command, Failed, MemoryUsed, Ready, Render, Report, Stop, Unfit
+from rushes_worker.commands import Boot, Command, Failed, Loading, MemoryUsed, Ready, Render, Report, Stop, Unfit
 from rushes_worker.layout import NODES
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.network import interface_of
@@ -88,6 +88,7 @@ class RankGroup:
         self._heard_at = 0.0
         self._waiting_for = ""
         self._devices: dict[int, Ready] = {}
+        self._loading: dict[int, Loading] = {}
         self._failed: set[int] = set()
         self._rendezvous = directory / f"rendezvous-{epoch}"
         self._remote: RemoteRanks | None = None
@@ -118,17 +119,29 @@ class RankGroup:
         """Whether every rank has loaded its share."""
         return len(self._ready) == self._plan.sp
 
-    def render(self, request: RenderRequest, directory: Path) -> int:
-        """Have every rank render `request`; returns the serial number that its reports carry."""
+    @property
+    def loading(self) -> Loading | None:
+        """How far the slowest rank is that is not ready."""
+        waited_for = [self._loading[rank] for rank in self._loading.keys() - self._ready]
+        return min(waited_for, key=lambda one: one.done_bytes, default=None)
+
+    def render(self, request: RenderRequest, directory: Path, *, behind: int = 0) -> int:
+        """Have every rank render `request`; returns the serial number that its reports carry.
+
+        Args:
+            behind: the render that they are at; they begin this one when all work of that one is queued on their
+                devices. What is expected of them does not change.
+        """
         self._serial += 1
-        self.expect(self._plan.stage_timeout_seconds, "rendering")
+        if not behind:
+            self.expect(self._plan.stage_timeout_seconds, "rendering")
         for rank in range(self._plan.sp):
-            self._send(rank, Render(self._serial, request, directory))
+            self._send(rank, Render(self._serial, request, directory, behind))
         return self._serial
 
-    def stop(self) -> None:
-        """Have the current render given up at the next boundary."""
-        self._send(0, Stop(self._serial))
+    def stop(self, serial: int | None = None) -> None:
+        """Have a render given up at its next boundary: the one that was said last, or `serial`."""
+        self._send(0, Stop(self._serial if serial is None else serial))
 
     def expect(self, seconds: float, what: str) -> None:
         """From now on the group ends when no rank says anything for `seconds`."""
@@ -226,7 +239,9 @@ class RankGroup:
         return [report for part in self._parts for report in part.receive(readable)]
 
     def _note(self, rank: int, report: Report) -> None:
-        if isinstance(report, Ready):
+        if isinstance(report, Loading):
+            self._loading[rank] = report
+        elif isinstance(report, Ready):
             self._ready.add(rank)
             self._devices[rank] = report
         elif isinstance(report, MemoryUsed):

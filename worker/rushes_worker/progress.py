@@ -41,6 +41,11 @@ class Progress:
         self.completed_steps = max(self.completed_steps, min(completed_steps, self._num_steps))
         self._advance()
 
+    @property
+    def units_left(self) -> int:
+        """Units whose frames were not handed over."""
+        return self.num_units - self._num_finished_units
+
     def finish_unit(self) -> None:
         """The frames of one more temporal unit were handed over."""
         self._num_finished_units += 1

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -23,8 +24,23 @@ from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, Rus
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent
-from rushes_worker.commands import Boot, Done, Failed, MemoryUsed, Outcome, Ready, Refused, Render, Stopped, Unfit
-from rushes_worker.pipeline.base import Cancelled, Pipeline
+from rushes_worker.commands import (
+    Boot,
+    Done,
+    Failed,
+    Idled,
+    MemoryUsed,
+    Outcome,
+    Ready,
+    Refused,
+    Render,
+    Stopped,
+    Unfit,
+)
+from rushes_worker.idle import IdleClock
+from rushes_worker.loading import LoadWatcher
+from rushes_worker.pipeline.base import Cancelled, Pipeline, Remainder
+from rushes_worker.rank_line import RankLine
 from rushes_worker.reporter import Agreement, RankReporter, alone
 
 log = get_logger("rushes_worker.rank")
@@ -33,42 +49,115 @@ _EXHAUSTED = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_
 """What libraries below torch's allocator say of a device without memory."""
 
 
+_NEXT_POLL_SECONDS = 0.001
+"""How often the next render is looked for while the device finishes this one."""
+
+
+class OutOfStep(Exception):
+    """This rank cannot go on; its outcome was told."""
+
+
 class Rank:
     """A loaded pipeline that serves one command after another."""
 
-    def __init__(self, boot: Boot, connection: Connection) -> None:
+    def __init__(self, boot: Boot, line: RankLine) -> None:
         self._boot = boot
-        self._connection = connection
-        self._device = _open_device(boot)
-        self._agree = _join(boot)
-        self._pipeline = _build(boot)
+        self._line = line
+        self._watch = LoadWatcher(line.send)
+        with self._watch.stage("opening the device"):
+            self._device = _open_device(boot)
+        with self._watch.stage("joining the other ranks"):
+            self._agree = _join(boot)
+        self._pipeline = _build(boot, self._watch)
+        self._idle = IdleClock(boot.device)
 
     def serve(self) -> None:
         """Render until the supervisor closes the connection or a render leaves this rank out of step."""
         used, total = _memory(self._boot)
-        self._connection.send(Ready(self._device, used, total, self._pipeline.precision))
-        while True:
-            command = self._connection.recv()
-            # a Stop that came after the render it was meant for means nothing any more
-            if isinstance(command, Render):
-                outcome = self._render(command)
-                used, _ = _memory(self._boot)
-                self._connection.send(MemoryUsed(used))
-                self._connection.send(outcome)
-                if isinstance(outcome, Failed) and not outcome.intact:
-                    return
-
-    def _render(self, command: Render) -> Outcome:
-        reporter = RankReporter(command, rank=self._boot.rank, connection=self._connection, agree=self._agree)
+        self._line.send(Ready(self._device, used, total, self._pipeline.precision, self._watch.seconds))
+        before: Callable[[], None] | None = None
         try:
-            self._pipeline.render(command.request, reporter)
-        except Cancelled:
-            return Stopped(command.serial)
-        except InvalidRequest as error:
-            return Refused(command.serial, str(error))
+            while True:
+                before = self._render(self._line.next_render(), before)
+        except OutOfStep:
+            return
+
+    def _render(self, command: Render, before: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Render `command`, in whose course `before` is called.
+
+        Returns:
+            What is left to do when the first step of the next render is queued; None if nothing is.
+
+        Raises:
+            OutOfStep: this render, or what was left of the one before, cannot be brought to an end.
+        """
+        reporter = RankReporter(
+            command, rank=self._boot.rank, line=self._line, agree=self._agree, idle=self._idle, before=before
+        )
+        try:
+            remainder = self._pipeline.render(command.request, reporter)
+        except OutOfStep:
+            raise
         except Exception as error:
-            return self._failure(command, error, reporter.phase)
-        return Done(command.serial)
+            self._idle.forget()
+            reporter.settle_before()
+            outcome = self._outcome_of(command, error, reporter.phase)
+            if not isinstance(outcome, Stopped):
+                self._line.void_behind(command.serial)
+            self._tell(outcome)
+            return None
+        idle_seconds = self._idle.take()
+        self._idle.work_is_queued()
+        reporter.settle_before()
+        if remainder is None:
+            self._tell_done(command, idle_seconds)
+            return None
+
+        def finish() -> None:
+            self._finish(command, remainder, idle_seconds)
+
+        if self._agree(self._next_serial(remainder) if self._boot.rank == 0 else 0):
+            return finish
+        finish()
+        return None
+
+    def _next_serial(self, remainder: Remainder) -> int:
+        """The render whose work can be queued before `remainder` is handed over; 0 if none was said in time."""
+        while not (serial := self._line.next_serial(_NEXT_POLL_SECONDS)) and not remainder.is_done:
+            pass
+        return serial
+
+    def _finish(self, command: Render, remainder: Remainder, idle_seconds: float | None) -> None:
+        try:
+            remainder.hand_over()
+        except Exception as error:
+            outcome = self._outcome_of(command, error, "decoding")
+            self._tell(replace(outcome, is_late=True) if isinstance(outcome, Failed) else outcome)
+        else:
+            self._tell_done(command, idle_seconds)
+
+    def _tell_done(self, command: Render, idle_seconds: float | None) -> None:
+        if idle_seconds is not None:
+            self._line.send(Idled(command.serial, idle_seconds))
+        self._tell(Done(command.serial))
+
+    def _tell(self, outcome: Outcome) -> None:
+        """
+        Raises:
+            OutOfStep: the rank cannot go on.
+        """
+        used, _ = _memory(self._boot)
+        self._line.send(MemoryUsed(used))
+        self._line.send(outcome)
+        if isinstance(outcome, Failed) and not outcome.intact:
+            raise OutOfStep
+
+    def _outcome_of(self, command: Render, error: Exception, phase: str | None) -> Outcome:
+        if isinstance(error, Cancelled):
+            return Stopped(command.serial)
+        if isinstance(error, InvalidRequest):
+            return Refused(command.serial, str(error))
+        return self._failure(command, error, phase)
 
     def _failure(self, command: Render, error: Exception, phase: str | None) -> Failed:
         """What went wrong, and whether the rank can go on.
@@ -187,7 +276,7 @@ def _memory(boot: Boot) -> tuple[int, int]:
 
 
 def _join(boot: Boot) -> Agreement:
-    """Join the process group of this epoch; returns how its ranks agree on a flag."""
+    """Join the process group of this epoch; returns how its ranks agree on a number."""
     if boot.sp == 1:
         return alone
     import torch
@@ -196,7 +285,7 @@ def _join(boot: Boot) -> Agreement:
     timeout = timedelta(seconds=boot.collective_timeout_seconds)
     on_cuda = boot.device.startswith("cuda")
     dist.init_process_group(
-        # gloo beside NCCL: a flag from the host must not wait for the GPU's queue
+        # gloo beside NCCL: a number from the host must not wait for the GPU's queue
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=_store(boot, timeout),
         rank=boot.rank,
@@ -205,10 +294,10 @@ def _join(boot: Boot) -> Agreement:
         device_id=torch.device(boot.device) if on_cuda else None,
     )
 
-    def agree(flag: bool) -> bool:
-        word = torch.tensor([flag], dtype=torch.uint8)
+    def agree(number: int) -> int:
+        word = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(word, src=0)
-        return bool(word.item())
+        return int(word.item())
 
     return agree
 
@@ -232,13 +321,15 @@ def _store(boot: Boot, timeout: timedelta) -> Any:
     return PrefixStore(boot.token, store)
 
 
-def _build(boot: Boot) -> Pipeline:
+def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
     module, _, name = boot.pipeline.partition(":")
     try:
         factory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
-    pipeline: Pipeline = factory(boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device, options=boot.options)
+    pipeline: Pipeline = factory(
+        boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device, options=boot.options, watch=watch
+    )
     return pipeline
 
 
@@ -254,7 +345,7 @@ def main(arguments: list[str]) -> int:
         configure_logging(boot.log_level if boot.rank == 0 else "WARNING", json=boot.log_json)
         structlog.contextvars.bind_contextvars(rank=boot.rank, epoch=boot.epoch)
         try:
-            rank = Rank(boot, connection)
+            rank = Rank(boot, RankLine(connection))
         except (RushesError, ValueError) as error:
             # what is raised on purpose says where in its message
             log.error("rank_unfit", error=str(error), exc_info=not isinstance(error, RushesError))

@@ -1,5 +1,6 @@
 """Ranks that are processes of the other node: the same to a group as its own."""
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ class RemoteRanks:
         self._epoch = epoch
         self._link = link
         self._exits: dict[int, str | None] = {}
-        self._render: Render | None = None
+        self._renders: deque[Render] = deque(maxlen=2)
+        """The one that the ranks are at, and the one behind it."""
         link.send(StartRanks(epoch, tuple(boots)))
 
     @property
@@ -37,8 +39,8 @@ class RemoteRanks:
         return self._link.is_lost
 
     def send(self, rank: int, command: Command) -> None:
-        if isinstance(command, Render):
-            self._render = command
+        if isinstance(command, Render) and command not in self._renders:
+            self._renders.append(command)
         self._link.send(ToRank(self._epoch, rank, command))
 
     def receive(self, readable: Collection[Any]) -> list[tuple[int, Report]]:
@@ -75,8 +77,9 @@ class RemoteRanks:
         report = message.report
         if not isinstance(report, UnitReady | AudioReady):
             return report
-        if self._render is None or self._render.serial != report.serial or message.data is None:
+        render = next((one for one in self._renders if one.serial == report.serial), None)
+        if render is None or message.data is None:
             return None
-        path: Path = self._render.directory / report.path.name
+        path: Path = render.directory / report.path.name
         path.write_bytes(message.data)
         return replace(report, path=path)

@@ -1,46 +1,78 @@
 """The rank's side of a render: progress, boundaries, raw frames and sound on their way to the supervisor."""
 
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import numpy as np
 from rushes_core.errors import GenerationError, InvalidOutput, NotFinite
 
-from rushes_worker.commands import Advanced, AudioReady, Render, Stop, UnitReady
+from rushes_worker.commands import Advanced, AudioReady, Render, UnitReady
+from rushes_worker.idle import IdleClock
 from rushes_worker.pipeline.base import Cancelled
+from rushes_worker.rank_line import RankLine
 
-Agreement = Callable[[bool], bool]
-"""Gives every rank the flag that rank 0 passes; all ranks of a group call it at the same boundary."""
+Agreement = Callable[[int], int]
+"""Gives every rank the number that rank 0 passes; all ranks of a group call it at the same boundary."""
+_FIRST_STEP_BOUNDARY = 2
+"""The boundary at which the first denoise step is queued."""
 
 
-def alone(flag: bool) -> bool:
+def alone(number: int) -> int:
     """The agreement of a group of one."""
-    return flag
+    return number
 
 
 class RankReporter:
-    """Implements `pipeline.base.Reporter` over the rank's connection to its supervisor."""
+    """Implements `pipeline.base.Reporter` over the rank's line to its supervisor.
 
-    def __init__(self, command: Render, *, rank: int, connection: Connection, agree: Agreement) -> None:
+    Args:
+        before: what is left of the render before this one; done once this one's first step is queued, or by
+            `settle_before`.
+    """
+
+    def __init__(
+        self,
+        command: Render,
+        *,
+        rank: int,
+        line: RankLine,
+        agree: Agreement,
+        idle: IdleClock,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self._command = command
         self._rank = rank
-        self._connection = connection
+        self._line = line
         self._agree = agree
-        self._stop = False
+        self._idle = idle
+        self._before = before
+        self._boundaries = 0
         self.phase: str | None = None
         """What this rank entered last."""
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
         self.phase = phase
+        self._idle.work_begins()
         if self._rank == 0:
-            self._connection.send(Advanced(self._command.serial, phase, completed_steps))
+            self._line.send(Advanced(self._command.serial, phase, completed_steps))
 
     def checkpoint(self) -> None:
+        self._boundaries += 1
+        if self._boundaries < _FIRST_STEP_BOUNDARY:
+            self._idle.work_is_queued()
+        else:
+            self.settle_before()
+        stop = False
         if self._rank == 0:
-            self._connection.send(Advanced(self._command.serial))
-            self._hear()
-        if self._agree(self._stop):
+            self._line.send(Advanced(self._command.serial))
+            stop = self._line.is_stopped(self._command.serial)
+        if self._agree(stop):
             raise Cancelled
+
+    def settle_before(self) -> None:
+        """Do what is left of the render before this one, if that was not done yet."""
+        before, self._before = self._before, None
+        if before is not None:
+            before()
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
         request = self._command.request
@@ -56,7 +88,7 @@ class RankReporter:
             np.ascontiguousarray(frames).tofile(path)
         except OSError as error:
             raise GenerationError(f"unit {unit} could not be written: {error.strerror}", stage="decoding") from error
-        self._connection.send(UnitReady(self._command.serial, unit, path, len(frames)))
+        self._line.send(UnitReady(self._command.serial, unit, path, len(frames)))
 
     def audio(self, samples: np.ndarray) -> None:
         if samples.dtype != np.float32 or samples.ndim != 2 or samples.shape[0] != 2:
@@ -68,10 +100,4 @@ class RankReporter:
             np.save(path, samples, allow_pickle=False)
         except OSError as error:
             raise GenerationError(f"the sound could not be written: {error.strerror}", stage="decoding") from error
-        self._connection.send(AudioReady(self._command.serial, path))
-
-    def _hear(self) -> None:
-        while self._connection.poll():
-            command = self._connection.recv()
-            if isinstance(command, Stop) and command.serial == self._command.serial:
-                self._stop = True
+        self._line.send(AudioReady(self._command.serial, path))

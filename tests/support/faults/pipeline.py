@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.base import Remainder, RenderRequest, Reporter
 from support.faults.history import append_line
 from support.scripted_pipeline import ScriptedPipeline
 
@@ -18,17 +18,18 @@ from support.scripted_pipeline import ScriptedPipeline
 class FaultPipeline(ScriptedPipeline):
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
-    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+    def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
         self._note("invoke", request)
         if os.environ.get("FAULT_SICK"):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             _exhaust(request)
-            super().render(request, reporter)
+            remainder = super().render(request, reporter)
         except BaseException as error:
             self._note("fail", request, error=type(error).__name__)
             raise
         self._note("ok", request)
+        return remainder
 
     def _note(self, phase: str, request: RenderRequest, **data: object) -> None:
         path = os.environ.get("FAULT_RENDERS")

@@ -26,6 +26,7 @@ from rushes_worker.checkpoint.manifest import (
 )
 from rushes_worker.checkpoint.parsing import parse_audio_vae, parse_text_encoder, parse_transformer, parse_video_vae
 from rushes_worker.checkpoint.shards import Shards, compare, scan_shards
+from rushes_worker.checkpoint.streaming import Staging
 from rushes_worker.checkpoint.weights import FileWeights, WeightSource
 
 COMPONENTS = ("transformer", "text_encoder", "vae", "audio_vae")
@@ -60,6 +61,7 @@ class Checkpoint:
     text_encoder_config: TextEncoderConfig
     video_vae_config: VideoVaeConfig
     audio_vae_config: AudioVaeConfig
+    _manifests: Mapping[str, Manifest]
     _weights: Mapping[str, WeightSource]
 
     @property
@@ -67,9 +69,18 @@ class Checkpoint:
         """The folder that `rushes_core.tokenizer.load_tokenizer` reads."""
         return self.path / "tokenizer"
 
-    def weights(self, component: str) -> WeightSource:
-        """The stored tensors of `transformer`, `text_encoder`, `vae` or `audio_vae`."""
-        return self._weights[component]
+    def manifest(self, component: str) -> Manifest:
+        """What `weights` has."""
+        return self._manifests[component]
+
+    def weights(self, component: str, staging: Staging | None = None) -> WeightSource:
+        """The stored tensors of `transformer`, `text_encoder`, `vae` or `audio_vae`.
+
+        Args:
+            staging: takes what is read from files to its device; None leaves it on the host.
+        """
+        weights = self._weights[component]
+        return weights.on(staging) if staging is not None and isinstance(weights, FileWeights) else weights
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -93,6 +104,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         text_encoder_config=found.text_encoder_config,
         video_vae_config=found.video_vae_config,
         audio_vae_config=found.audio_vae_config,
+        _manifests=found.manifests,
         _weights={name: FileWeights(path / name, found.shards[name].tensors) for name in COMPONENTS},
     )
 

@@ -124,19 +124,39 @@ def synthetic_checkpoint(folder: Path, *, seed: int, device: torch.device | str)
         folder: an existing directory; a byte-level tokenizer is written to it, one token per byte of the prompt.
     """
     write_tokenizer(folder / "tokenizer")
+    return with_synthetic_weights(folder, CONTRACT, seed=seed, device=device)
+
+
+def with_synthetic_weights(
+    path: Path, contract: InferenceContract, *, seed: int, device: torch.device | str
+) -> Checkpoint:
+    """A checkpoint of the released sizes whose weights are drawn on `device` when they are loaded.
+
+    Args:
+        path: a directory with a tokenizer.
+        contract: what the weights are served by.
+    """
+    manifests = {
+        "transformer": transformer_tensors(TRANSFORMER),
+        # the vision tower is not drawn
+        "text_encoder": text_encoder_tensors(TEXT_ENCODER, VISION),
+        "vae": video_vae_tensors(VIDEO_VAE),
+        "audio_vae": audio_vae_tensors(AUDIO_VAE),
+    }
+    rules = {
+        "transformer": transformer_rule(),
+        "text_encoder": text_encoder_rule,
+        "vae": video_vae_rule(VIDEO_VAE),
+        "audio_vae": audio_vae_rule(AUDIO_VAE),
+    }
     source = Source(seed, device)
     return Checkpoint(
-        path=folder,
-        contract=CONTRACT,
+        path=path,
+        contract=contract,
         transformer_config=TRANSFORMER,
         text_encoder_config=TEXT_ENCODER,
         video_vae_config=VIDEO_VAE,
         audio_vae_config=AUDIO_VAE,
-        _weights={
-            "transformer": RandomWeights(transformer_tensors(TRANSFORMER), transformer_rule(), source),
-            # the vision tower is not drawn
-            "text_encoder": RandomWeights(text_encoder_tensors(TEXT_ENCODER, VISION), text_encoder_rule, source),
-            "vae": RandomWeights(video_vae_tensors(VIDEO_VAE), video_vae_rule(VIDEO_VAE), source),
-            "audio_vae": RandomWeights(audio_vae_tensors(AUDIO_VAE), audio_vae_rule(AUDIO_VAE), source),
-        },
+        _manifests=manifests,
+        _weights={name: RandomWeights(manifest, rules[name], source) for name, manifest in manifests.items()},
     )

@@ -39,6 +39,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int
+    """In the file, of its first byte."""
 
 
 @dataclass(slots=True)
@@ -79,13 +81,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        begin, end = _add(tensors, path, name, entry)
+        begin, end = _add(tensors, path, name, entry, data_at=8 + length)
         spans.append((begin, end, name))
     _check_spans(path, sorted(spans), size - 8 - length)
     return tensors
 
 
-def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object) -> tuple[int, int]:
+def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object, *, data_at: int) -> tuple[int, int]:
     where = f"{path}: header of tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {entry!r:.100}")
@@ -100,7 +102,7 @@ def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object)
     num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
     if begin < 0 or end - begin != num_bytes:
         raise CheckpointError(f"{where}: data_offsets {offsets} do not span the {num_bytes} bytes of {dtype} {shape}")
-    tensors[name] = StoredTensor(path, dtype, tuple(shape), num_bytes)
+    tensors[name] = StoredTensor(path, dtype, tuple(shape), num_bytes, data_at + begin)
     return begin, end
 
 

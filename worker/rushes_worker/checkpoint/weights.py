@@ -8,6 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rushes_worker.checkpoint.shards import StoredTensor
+from rushes_worker.checkpoint.streaming import Staging, StreamedWeights
 
 
 class WeightSource(Protocol):
@@ -32,12 +33,16 @@ class InMemoryWeights:
 
 
 class FileWeights:
-    """A `WeightSource` over a component's safetensors files, opened as they are needed."""
+    """A `WeightSource` over a component's safetensors files, opened as they are needed; its tensors lie on the host."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self._folder = folder
         self._tensors = tensors
         self._files: dict[Path, safe_open] = {}
+
+    def on(self, staging: Staging) -> StreamedWeights:
+        """The same tensors, on the device of `staging`."""
+        return StreamedWeights(self._folder, self._tensors, staging)
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         if name not in self._tensors:

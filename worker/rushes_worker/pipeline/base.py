@@ -1,6 +1,7 @@
 """The seam between a rank and what it runs: one request in, frames, sound and progress out."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,11 +32,17 @@ class Reporter(Protocol):
     """What a pipeline tells while it renders. Every rank holds one and hands over what it owns through it."""
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
-        """Enter `phase` (`encoding`, `denoising`, `decoding`) or report a finished denoise step; said by every rank."""
+        """Enter `phase` (`encoding`, `denoising`, `decoding`) or report a finished denoise step; said by every rank.
+
+        A phase is entered right before its first work is queued on the device.
+        """
         ...
 
     def checkpoint(self) -> None:
-        """A boundary between steps or units at which all ranks stop together: raises `Cancelled` on all or on none."""
+        """A boundary between steps or units at which all ranks stop together: raises `Cancelled` on all or on none.
+
+        The first comes when the text is encoded, the second after the first step, each when that work is queued.
+        """
         ...
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
@@ -47,17 +54,50 @@ class Reporter(Protocol):
         ...
 
 
+class Remainder(Protocol):
+    """What is left of a render when all its work is queued on the device: to hand over the last results."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished, so that `hand_over` does not wait for it."""
+        ...
+
+    def hand_over(self) -> None:
+        """Wait for the results and hand them over through the render's reporter. No other rank is waited for."""
+        ...
+
+
 class Pipeline(Protocol):
     """A loaded model on one rank of a replica."""
 
     precision: str
     """What it computes in, for people."""
 
-    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+    def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
         """Render `request`. Raises `Cancelled`, or `InvalidRequest` for what the request itself caused.
 
         `OutOfMemory`, or torch's own error for it, has the job tried once more with `low_memory`.
+
+        Returns:
+            What is left to do while the next request's work is queued behind this one's, on every rank or on none.
+            None: everything was handed over.
         """
+        ...
+
+
+class LoadWatch(Protocol):
+    """Whom a pipeline tells how far it is while it is built."""
+
+    def expect(self, total_bytes: int) -> None:
+        """All weights together are so large."""
+        ...
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """What is done within is stage `name`."""
+        ...
+
+    def add(self, done_bytes: int, read_bytes: int) -> None:
+        """So much more of the weights is dealt with, of which this rank read so much."""
         ...
 
 
@@ -65,5 +105,5 @@ class PipelineFactory(Protocol):
     """Builds the pipeline of one rank; named `module:callable` in the settings."""
 
     def __call__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str] = ()
+        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
     ) -> Pipeline: ...

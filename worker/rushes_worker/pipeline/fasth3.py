@@ -16,12 +16,15 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from rushes_core.clip import Clip
+from rushes_core.contract import load_contract
 from rushes_core.errors import InvalidRequest, NotFinite
 from rushes_core.prompt import PromptTokenizer
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
+from rushes_worker.checkpoint.loader import Loader, Unwatched
+from rushes_worker.checkpoint.released import with_synthetic_weights
 from rushes_worker.model.audio_vae import AudioVaeDecoder
 from rushes_worker.model.sequence import PackedSequence, audio_latents, patchify, unpatchify
 from rushes_worker.model.text_encoder import TextEncoder
@@ -29,9 +32,10 @@ from rushes_worker.model.transformer import Transformer
 from rushes_worker.model.video_units import cross_fade, to_uint8
 from rushes_worker.model.video_vae import VideoVaeDecoder
 from rushes_worker.parallel import SequenceParallel
-from rushes_worker.pipeline.base import RenderRequest, Reporter
+from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 from rushes_worker.pipeline.denoise import denoise
 from rushes_worker.pipeline.noise import initial_noise
+from rushes_worker.pipeline.options import PipelineOptions
 from rushes_worker.pipeline.schedule import Schedule
 
 MAX_PROMPT_TOKENS = 16_384
@@ -68,25 +72,25 @@ class FastH3Pipeline:
         sp: int = 1,
         device: str = "cpu",
         options: Sequence[str] = (),
+        watch: LoadWatch | None = None,
         parallel: SequenceParallel | None = None,
     ) -> None:
         """Check the checkpoint, join the other ranks and load this rank's part of every component.
 
         Args:
             checkpoint: a directory, or one that was opened.
-            options: `attention=PROVIDER` asks for a provider of sparse attention; by default the device decides.
+            options: as `PipelineOptions` reads them.
+            watch: told how far the load is.
             parallel: this rank's place, instead of joining others as `rank` of `sp` on `device`.
 
         Raises:
             CheckpointError: the directory cannot be served.
             ValueError: `sp` does not divide the transformer's heads, an option is unknown or cannot be served.
         """
-        attention = None
-        for option in options:
-            name, _, attention = option.partition("=")
-            if name != "attention":
-                raise ValueError(f"this pipeline takes the option attention=PROVIDER, got {option}")
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        chosen = PipelineOptions.parse(options)
+        watch = watch or Unwatched()
+        with watch.stage("checking the checkpoint"):
+            opened = _opened(checkpoint, chosen, device)
         self._config = opened.transformer_config
         self._parallel = parallel or SequenceParallel.connect(rank, sp, device)
         self._device = self._parallel.device
@@ -98,38 +102,48 @@ class FastH3Pipeline:
 
         self._tokenizer = PromptTokenizer(opened.tokenizer_path / "tokenizer.json")
         self._schedule = Schedule.from_contract(opened.contract)
-        self._transformer = Transformer(
-            opened.transformer_config,
-            opened.weights("transformer"),
-            schedule=self._schedule,
-            sparsity=opened.contract.vsa_sparsity,
-            device=self._device,
-            dtype=precision.transformer,
-            parallel=self._parallel,
-            attention=attention,
-        )
         self.precision = str(precision)
         self.dtype = precision.transformer
         """Of the transformer's rows."""
-        self._text_encoder = TextEncoder(
-            opened.text_encoder_config,
-            opened.weights("text_encoder"),
-            device=self._device,
-            dtype=precision.text_encoder,
-            parallel=self._parallel,
-        )
-        self._video_vae = VideoVaeDecoder(
-            opened.video_vae_config, opened.weights("vae"), device=self._device, dtype=precision.video_vae
-        )
         self._audio_vae = None
-        if self._is_last:
-            self._audio_vae = AudioVaeDecoder(opened.audio_vae_config, opened.weights("audio_vae"), device=self._device)
+        with Loader(opened, self._device, watch) as loader:
+            with loader.component("transformer") as weights:
+                self._transformer = Transformer(
+                    opened.transformer_config,
+                    weights,
+                    schedule=self._schedule,
+                    sparsity=opened.contract.vsa_sparsity,
+                    device=self._device,
+                    dtype=precision.transformer,
+                    parallel=self._parallel,
+                    attention=chosen.attention,
+                )
+            with loader.component("text_encoder") as weights:
+                self._text_encoder = TextEncoder(
+                    opened.text_encoder_config,
+                    weights,
+                    device=self._device,
+                    dtype=precision.text_encoder,
+                    parallel=self._parallel,
+                )
+            with loader.component("vae") as weights:
+                self._video_vae = VideoVaeDecoder(
+                    opened.video_vae_config, weights, device=self._device, dtype=precision.video_vae
+                )
+            if self._is_last:
+                with loader.component("audio_vae") as weights:
+                    self._audio_vae = AudioVaeDecoder(opened.audio_vae_config, weights, device=self._device)
         if self._device.type == "cuda":
-            self._warm_up()
+            with watch.stage("warming up"):
+                self._warm_up()
 
     @torch.inference_mode()
-    def render(self, request: RenderRequest, reporter: Reporter) -> None:
+    def render(self, request: RenderRequest, reporter: Reporter) -> "Handover | None":
         """Render one clip.
+
+        Returns:
+            On CUDA, the last unit's frames or the sound on their way to the host; they alone are then still to be
+            handed over.
 
         Raises:
             Cancelled: as the reporter raised it at a boundary.
@@ -143,8 +157,7 @@ class FastH3Pipeline:
         text_rows = self._transformer.refine(self._encode(token_ids))
         reporter.checkpoint()
 
-        self._enter(reporter, "denoising", request)
-        audio_rows, video_rows = self._denoise(request.seed, text_rows, shape, reporter)
+        audio_rows, video_rows = self._denoise(request, text_rows, shape, reporter)
 
         self._enter(reporter, "decoding", request)
         latents_CTHW = unpatchify(
@@ -154,13 +167,18 @@ class FastH3Pipeline:
             latent_height=shape.latent_height,
             latent_width=shape.latent_width,
         )
-        self._decode(
+        last = self._decode(
             latents_CTHW,
             audio_rows,
             shape.clip,
             reporter,
             tile_batch=1 if request.low_memory else None,
         )
+        rest = Handover(last, reporter)
+        if self._device.type == "cuda":
+            return rest
+        rest.hand_over()
+        return None
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -206,9 +224,11 @@ class FastH3Pipeline:
         """(L, text_dim) states of the text encoder, on every rank."""
         return self._text_encoder.encode(torch.tensor(token_ids))
 
-    def _denoise(self, seed: int, text_rows: Tensor, shape: "ClipShape", reporter: Reporter) -> tuple[Tensor, Tensor]:
+    def _denoise(
+        self, request: RenderRequest, text_rows: Tensor, shape: "ClipShape", reporter: Reporter
+    ) -> tuple[Tensor, Tensor]:
         video_noise, audio_noise = initial_noise(
-            seed,
+            request.seed,
             latent_channels=self._config.in_channels,
             latent_frames=shape.clip.num_latent_frames,
             latent_height=shape.latent_height,
@@ -230,14 +250,11 @@ class FastH3Pipeline:
             reporter.progress("denoising", completed_steps)
             reporter.checkpoint()
 
+        audio_rows = audio_noise.to(self._device)
+        video_rows = patchify(video_noise.to(self._device), self._config.patch_size)
+        self._enter(reporter, "denoising", request)
         audio_rows, video_rows = denoise(
-            self._transformer,
-            self._schedule,
-            text_rows,
-            audio_noise.to(self._device),
-            patchify(video_noise.to(self._device), self._config.patch_size),
-            sequence,
-            after_step,
+            self._transformer, self._schedule, text_rows, audio_rows, video_rows, sequence, after_step
         )
         if not (audio_rows.isfinite().all() and video_rows.isfinite().all()):
             raise NotFinite("the denoised latents are not finite", stage="denoising")
@@ -245,13 +262,13 @@ class FastH3Pipeline:
 
     def _decode(
         self, latents_CTHW: Tensor, audio_rows: Tensor, clip: Clip, reporter: Reporter, *, tile_batch: int | None
-    ) -> None:
-        """Decode this rank's units. A unit's first frames fade in over the tail of the unit before, which the rank
-        before decodes in the same round; rank 0 gets it one round earlier from the last rank.
+    ) -> "_Outbound":
+        """Decode this rank's units; what the last round decoded is returned and not handed over.
 
-        The last rank decodes the sound beside the others' last units where it has none itself in that round, else
-        before the first: the media process has it before the last frames. What is decoded in one round is handed over
-        while the device works on the next.
+        A unit's first frames fade in over the tail of the unit before, which the rank before decodes in the same round;
+        rank 0 gets it one round earlier from the last rank. The last rank decodes the sound beside the others' last
+        units where it has none itself in that round, else before the first: the media process has it before the last
+        frames. What is decoded in one round is handed over while the device works on the next.
         """
         units = self._video_vae.units
         num_units = units.num_units(latents_CTHW.shape[1])
@@ -281,7 +298,7 @@ class FastH3Pipeline:
             decoded, outbound = outbound, sound or _Outbound(what, body, is_finite, unit)
             self._hand_over(decoded, reporter)
             reporter.checkpoint()
-        self._hand_over(outbound, reporter)
+        return outbound
 
     def _decode_audio(self, audio_rows: Tensor, clip: Clip, what: str) -> "_Outbound":
         """The soundtrack on the last rank, nothing on others."""
@@ -300,12 +317,7 @@ class FastH3Pipeline:
         outbound.wait()
         if self._parallel.any(not outbound.is_finite):
             raise NotFinite(f"decoded {outbound.what} are not finite", stage="decoding")
-        if outbound.values is None:
-            return
-        if outbound.unit is None:
-            reporter.audio(outbound.values.numpy())
-        else:
-            reporter.frames(outbound.unit, outbound.values.numpy())
+        outbound.hand_to(reporter)
 
 
 class _Outbound:
@@ -330,9 +342,56 @@ class _Outbound:
     def is_finite(self) -> bool:
         return self._flag is None or bool(self._flag)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
+
+    def hand_to(self, reporter: Reporter) -> None:
+        if self.values is None:
+            return
+        if self.unit is None:
+            reporter.audio(self.values.numpy())
+        else:
+            reporter.frames(self.unit, self.values.numpy())
+
+
+class Handover:
+    """What one rank decoded last; implements `pipeline.base.Remainder`."""
+
+    def __init__(self, outbound: _Outbound, reporter: Reporter) -> None:
+        self._outbound = outbound
+        self._reporter = reporter
+
+    @property
+    def is_done(self) -> bool:
+        return self._outbound.is_here
+
+    def hand_over(self) -> None:
+        """
+        Raises:
+            NotFinite: it is not finite; on this rank alone, which waits for no other any more.
+        """
+        self._outbound.wait()
+        if not self._outbound.is_finite:
+            raise NotFinite(f"decoded {self._outbound.what} are not finite", stage="decoding")
+        self._outbound.hand_to(self._reporter)
+
+
+def _opened(checkpoint: Path | Checkpoint, options: PipelineOptions, device: str) -> Checkpoint:
+    """
+    Raises:
+        CheckpointError: the directory cannot be served.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    if options.synthetic_seed is None:
+        return open_checkpoint(checkpoint)
+    return with_synthetic_weights(checkpoint, load_contract(checkpoint), seed=options.synthetic_seed, device=device)
 
 
 def _to_host(x: Tensor) -> Tensor:
