@@ -28,12 +28,16 @@ class Protocol(HttpToolsProtocol):
 
     MAX_HEAD_BYTES = 131_072
     HEAD_SECONDS = 10.0
+    REST_SECONDS = 10.0
+    """How long the rest of a body may take that nobody reads, because its request is answered already."""
     SILENT_SECONDS = 60.0
     """How long a client may take nothing of what is sent to it, or confirm nothing, before the kernel drops it."""
 
     _head_bytes = 0
     _is_in_head = True
+    _is_in_body = False
     _head_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -42,6 +46,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_rest_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -58,14 +63,36 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         if not self._is_in_head:
             self._expect_head()
             self._head_bytes = 1
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # what follows a body in chunks looks the same, but was seen by nobody who vouches for the headers
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._is_in_body = True
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+        if self._rest_timer is not None:
+            self._stop_rest_timer()
+            # uvicorn waits for the next request from the answer on, and no more since the rest has come
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(self.REST_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when it could not parse what came."""
@@ -88,6 +115,11 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
         if self.transport.is_closing():

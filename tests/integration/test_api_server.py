@@ -27,6 +27,7 @@ class QuickProtocol(Protocol):
     """The same with less patience: a test need not wait for the real one."""
 
     HEAD_SECONDS = 0.3
+    REST_SECONDS = 0.3
 
 
 class ImpatientProtocol(Protocol):
@@ -41,10 +42,13 @@ class ImpatientProtocol(Protocol):
 
 
 @contextmanager
-def serving(checkpoint: Path, protocol: type[Protocol]) -> Iterator[int]:
+def serving(checkpoint: Path, protocol: type[Protocol], *, keep_alive_seconds: int = 5) -> Iterator[int]:
     """The port of a server in this process; no database, store or Redis stands behind it."""
     app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False))
+    config = uvicorn.Config(
+        app, http=protocol, ws="none", log_config=None, access_log=False, timeout_keep_alive=keep_alive_seconds
+    )
+    server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -137,6 +141,56 @@ class TestBody:
             connection.sendall(b"c400\r\n" + b"x" * 0xC400 + b"\r\n")
             # the last chunk never comes
             assert error_code(received(connection, until=b"}}"), 413) == "file_too_large"
+
+    @pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+    def test_one_that_nobody_reads_is_not_waited_for(self, checkpoint: Path, framing: str) -> None:
+        with serving(checkpoint, QuickProtocol) as port, connected(port) as connection:
+            connection.sendall(f"POST /v1/videos HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode())
+            answer = received(connection, until=b"}}")
+            assert error_code(answer, 401) == "invalid_api_key"
+            ended = threading.Event()
+
+            def drip() -> None:
+                with suppress(OSError):
+                    while not ended.wait(0.05):
+                        connection.sendall(b"1\r\n1\r\n")
+
+            dripping = threading.Thread(target=drip)
+            dripping.start()
+            try:
+                assert received(connection) == b""
+            finally:
+                ended.set()
+                dripping.join()
+
+    def test_one_that_comes_after_its_answer_leaves_a_connection_that_can_be_used(self, checkpoint: Path) -> None:
+        with serving(checkpoint, QuickProtocol, keep_alive_seconds=1) as port, connected(port) as connection:
+            connection.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n12345")
+            assert error_code(received(connection, until=b"}}"), 401) == "invalid_api_key"
+            connection.sendall(b"67890GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert received(connection, until=b"}").startswith(b"HTTP/1.1 200 ")
+            # and does not stay for ever when it is not
+            assert received(connection) == b""
+
+    def test_a_connection_is_given_up_when_nothing_follows_the_rest_of_one(self, checkpoint: Path) -> None:
+        with serving(checkpoint, QuickProtocol, keep_alive_seconds=1) as port, connected(port) as connection:
+            connection.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n12345")
+            assert error_code(received(connection, until=b"}}"), 401) == "invalid_api_key"
+            connection.sendall(b"67890")
+            assert received(connection) == b""
+
+    def test_what_follows_one_in_chunks_is_no_header(self, port: int) -> None:
+        lines = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        start = f"POST /v1/videos HTTP/1.1\r\nHost: a\r\n{lines}"
+        end = "\r\n2\r\n[]\r\n0\r\nX-Request-Id: late\r\n"
+        key = f"Authorization: Bearer {API_KEY}\r\n"
+        with_key, without = (f"{start}{key}{end}Content-Type: a/b\r\n\r\n", f"{start}{end}{key}\r\n")
+        for request, status, code in ((with_key, 400, "invalid_body"), (without, 401, "invalid_api_key")):
+            with connected(port) as connection:
+                connection.sendall(request.encode())
+                answer = received(connection, until=b"}}")
+            assert error_code(answer, status) == code
+            assert b"x-request-id: late" not in answer
 
 
 class TestBeforeThereIsARequest:
