@@ -165,6 +165,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     worker.add_argument("--nodes", type=int, default=1, help="machines that share the ranks of one replica: 1 or 2")
     worker.add_argument("--node-rank", type=int, default=0, help="which of them this is: 0, unless it joins")
     worker.add_argument("--join", metavar="HOST", help="be the second node of the replica whose first node is HOST")
+    worker.add_argument(
+        "--weights",
+        metavar="synthetic[:SEED]",
+        help="random weights of the released sizes, drawn on the GPU, instead of the checkpoint's: clips are noise",
+    )
     worker.set_defaults(run=_worker)
 
     commands.add_parser("dispatcher", help="wake workers and sweep lost leases").set_defaults(run=_dispatcher)
@@ -231,13 +236,21 @@ def _worker(arguments: argparse.Namespace) -> int:
     if arguments.join is not None:
         from rushes_worker import node
 
+        if arguments.weights is not None:
+            raise UsageError("--weights is said to the first node, which tells this one")
         return node.run(settings, join=arguments.join, device=arguments.device)
     if arguments.node_rank != 0:
         raise UsageError(f"--node-rank {arguments.node_rank}: every node but the first is started with --join HOST")
 
     from rushes_worker import launcher
 
-    return launcher.run(settings, layout=arguments.layout, device=arguments.device, nodes=arguments.nodes)
+    return launcher.run(
+        settings,
+        layout=arguments.layout,
+        device=arguments.device,
+        nodes=arguments.nodes,
+        weights=arguments.weights,
+    )
 
 
 def _dispatcher(arguments: argparse.Namespace) -> int:

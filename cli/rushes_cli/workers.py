@@ -43,7 +43,7 @@ def row(worker: dict[str, Any], *, now: float) -> tuple[str, ...]:
         worker["layout"],
         checkpoint["model_id"] + (f"@{revision[:12]}" if revision else ""),
         _short(worker["precision"] or "-"),
-        worker["stage"] or "-",
+        _stage(worker),
         worker["job_id"] or "-",
         str(worker["rank_groups"]),
         str(worker["restarts"]),
@@ -56,6 +56,20 @@ def _short(precision: str) -> str:
     """One word where all parts are the same."""
     words = {part.rpartition(" ")[2] for part in precision.split(", ")}
     return words.pop() if len(words) == 1 else precision
+
+
+def _stage(worker: dict[str, Any]) -> str:
+    """Of the job, or of the load with what is known of its progress."""
+    loading = worker["loading"]
+    if loading is None:
+        return worker["stage"] or "-"
+    known = (
+        ("percent", "{:d} %"),
+        ("gb_per_second", "{:.1f} GB/s"),
+        ("seconds_left", "{:.0f} s left"),
+    )
+    figures = [form.format(loading[name]) for name, form in known if loading[name] is not None]
+    return ", ".join([loading["stage"], *figures])
 
 
 def _memory(devices: list[dict[str, Any]]) -> str:

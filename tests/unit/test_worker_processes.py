@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pydantic import SecretStr
 from rushes_core.settings import ContentDelivery, Settings
 from rushes_worker.child import environment_without_secrets, how_it_ended, settings_environment
 from rushes_worker.hints import POOL
+from rushes_worker.launcher import check_pipeline
 
 
 def loaded_modules(statement: str) -> set[str]:
@@ -58,3 +60,36 @@ def test_ranks_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_end_of_a_process_is_told_in_words(returncode: int, words: str) -> None:
     assert words in how_it_ended(returncode)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "rushes_worker.pipeline.fasth3:FastH3Pipeline",
+        # imported there, not made there
+        "rushes_worker.pipeline.fasth3:Loader",
+        "rushes_worker.loading:LoadWatcher",
+    ],
+)
+def test_pipeline_that_can_be_imported_is_taken(pipeline: str) -> None:
+    check_pipeline(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "problem"),
+    [
+        ("FastH3Pipeline", "is no module:callable"),
+        ("rushes_worker.pipeline.fasth3:", "is no module:callable"),
+        ("rushes_worker.pipeline.fast:FastH3Pipeline", "no module rushes_worker.pipeline.fast"),
+        ("rushes_wonker.pipeline:FastH3Pipeline", "No module named 'rushes_wonker'"),
+        ("rushes_worker.pipeline.fasth3:FastH4Pipeline", "fasth3.py names no FastH4Pipeline"),
+    ],
+)
+def test_pipeline_that_no_rank_could_import_is_refused(pipeline: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        check_pipeline(pipeline)
+
+
+def test_pipeline_is_checked_without_loading_torch() -> None:
+    check = "check_pipeline('rushes_worker.pipeline.fasth3:FastH3Pipeline')"
+    assert "torch" not in loaded_modules(f"from rushes_worker.launcher import check_pipeline\n{check}")

@@ -11,6 +11,7 @@ WORKER: dict[str, Any] = {
     "checkpoint": {"model_id": "FastVideo/FastH3", "revision": "516323fa396fa5df"},
     "precision": "transformer bfloat16, text encoder bfloat16, video VAE float16",
     "stage": "denoising",
+    "loading": None,
     "job_id": "video_1",
     "rank_groups": 3,
     "restarts": 2,
@@ -20,6 +21,7 @@ WORKER: dict[str, Any] = {
     ],
     "last_seen_at": 100,
 }
+LOADING = {"stage": "loading transformer", "percent": 43, "gb_per_second": 21.46, "seconds_left": 3.2}
 
 
 def test_row_tells_what_a_replica_is_and_does() -> None:
@@ -47,6 +49,8 @@ def test_row_tells_what_a_replica_is_and_does() -> None:
         ({"precision": None}, 4, "-"),
         ({"stage": None}, 5, "-"),
         ({"devices": []}, 9, "-"),
+        ({"loading": LOADING}, 5, "loading transformer, 43 %, 21.5 GB/s, 3 s left"),
+        ({"loading": LOADING | {"gb_per_second": None, "seconds_left": None}}, 5, "loading transformer, 43 %"),
     ],
 )
 def test_what_is_not_known_is_left_out(changes: dict[str, Any], column: int, expected: str) -> None:

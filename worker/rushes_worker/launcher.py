@@ -1,11 +1,14 @@
 """What `rushes worker` does: check everything that can be checked, then keep one supervisor per replica running."""
 
+import ast
+import importlib.util
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from rushes_core.contract import load_contract
@@ -22,6 +25,7 @@ from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.trial import try_encoder
 from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
+from rushes_worker.pipeline.options import SYNTHETIC, seed_of
 from rushes_worker.scratch import check_directory
 
 log = get_logger(__name__)
@@ -130,7 +134,54 @@ def _check_node(settings: Settings) -> None:
     secret_of(settings.node_secret.get_secret_value())
 
 
-def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1) -> int:
+def check_pipeline(pipeline: str) -> None:
+    """Raise `ValueError` when no rank could import `pipeline`. Its module is looked at and not loaded: that may take a
+    GPU."""
+    module, colon, name = pipeline.partition(":")
+    if not (module and colon and name.isidentifier()):
+        raise ValueError(f"RUSHES_PIPELINE={pipeline} is no module:callable")
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: {error}") from error
+    if found is None:
+        raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: no module {module}")
+    if found.origin is None or not found.origin.endswith(".py"):
+        return
+    source = Path(found.origin).read_bytes()
+    if not any(
+        isinstance(node, ast.Name | ast.alias | ast.ClassDef | ast.FunctionDef) and name == _named(node)
+        for node in ast.walk(ast.parse(source))
+    ):
+        raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: {found.origin} names no {name}")
+
+
+def _named(node: ast.Name | ast.alias | ast.ClassDef | ast.FunctionDef) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return (node.asname or node.name) if isinstance(node, ast.alias) else node.name
+
+
+def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
+    """Settings whose ranks draw random weights of the released sizes instead of reading the checkpoint's.
+
+    Args:
+        weights: `synthetic` or `synthetic:SEED`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    seed = seed_of(weights)
+    log.warning(
+        "weights_synthetic",
+        seed=seed,
+        meaning="clips are noise: weights are random, and of the checkpoint only contract and tokenizer count",
+    )
+    options = [option for option in settings.pipeline_options.split(",") if option]
+    return settings.model_copy(update={"pipeline_options": ",".join([*options, f"weights={SYNTHETIC}:{seed}"])})
+
+
+def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1, weights: str | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
     What is wrong with layout, checkpoint, devices, scratch directory, encoder or buckets is printed, and nothing is
@@ -140,10 +191,14 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         layout: `rRsS`, R replicas of S ranks each.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is any.
         nodes: machines that share the ranks of the one replica; this is the first, the other joins it.
+        weights: `synthetic` or `synthetic:SEED`; None: the checkpoint's.
     """
     configure_logging(settings.log_level, json=settings.log_json)
     try:
+        if weights is not None:
+            settings = with_synthetic_weights(settings, weights)
         wanted = Layout.parse(layout)
+        check_pipeline(settings.pipeline)
         load_contract(settings.checkpoint)
         devices = find_devices(wanted, device, nodes=nodes)
         if nodes > 1:

@@ -48,6 +48,19 @@ class Checkpoint(BaseModel):
     """Hash of the export's content, or the revision that its base components are of."""
 
 
+class Loading(BaseModel):
+    """How far a replica's slowest rank is on the way to its first job."""
+
+    stage: str
+    """What it does now, for people."""
+    percent: int | None
+    """Of the weights; null before they are known."""
+    gb_per_second: float | None
+    """Of the rank's own share, lately."""
+    seconds_left: float | None
+    """Until all weights are loaded, at that rate."""
+
+
 class Worker(Listed):
     """One replica: a supervisor and its ranks. Times are Unix seconds."""
 
@@ -69,7 +82,9 @@ class Worker(Listed):
     job_id: str | None
     """On its ranks now."""
     stage: str | None
-    """Of that job: `encoding`, `denoising`, `decoding`, `muxing`, `uploading`."""
+    """Of that job: `encoding`, `denoising`, `decoding`, `muxing`, `uploading`. `loading` while it loads."""
+    loading: Loading | None
+    """Null unless it loads."""
     started_at: int
     last_seen_at: int
     drain_requested_at: int | None
@@ -154,6 +169,8 @@ def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | N
     detail = replica.detail
     devices = detail.get("devices", [])
     checkpoint = detail.get("checkpoint")
+    loading = detail.get("loading") if replica.state == "starting" else None
+    stage = None if replica.job_id is None else stages.get(replica.job_id)
     return Worker(
         id=replica.id.replace("#", "~"),
         object="worker",
@@ -174,7 +191,8 @@ def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | N
             for device in devices
         ],
         job_id=replica.job_id,
-        stage=None if replica.job_id is None else stages.get(replica.job_id),
+        stage=stage if loading is None else "loading",
+        loading=None if loading is None else Loading.model_validate(loading),
         started_at=int(replica.started_at.timestamp()),
         last_seen_at=int(replica.last_seen.timestamp()),
         drain_requested_at=unix_or_none(replica.drain_requested_at),
