@@ -175,15 +175,15 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
             const int what = walk.entry >> 16;
             const auto advance = [&] { walk.advance(); };
             if (what == ROWS - 1) {
-                attend_tile<64, false>(rows, low, 64, log2_scale, lane, advance);
+                attend_tile<64, false, 4>(rows, low, 64, log2_scale, lane, advance);
             } else if (walk.entry & TOUCH) {
                 walk.advance();
             } else if (what < 16) {
-                attend_tile<16, true>(rows, low, what + 1, log2_scale, lane, advance);
+                attend_tile<16, true, 1>(rows, low, what + 1, log2_scale, lane, advance);
             } else if (what < 32) {
-                attend_tile<32, true>(rows, low, what + 1, log2_scale, lane, advance);
+                attend_tile<32, true, 2>(rows, low, what + 1, log2_scale, lane, advance);
             } else {
-                attend_tile<64, true>(rows, low, what + 1, log2_scale, lane, advance);
+                attend_tile<64, true, 4>(rows, low, what + 1, log2_scale, lane, advance);
             }
             barrier_arrive_if(empty, lane == 0);
         }

@@ -87,15 +87,15 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
             const u32 low = __shfl_sync(~0u, ((slots & 0x3ffff) + slot * SLOT_BYTES) >> 4, 0);
             barrier_wait(full + 8 * slot, turn);
             if (tile < tiles - 1 || last == TILE_ROWS) {
-                attend_tile<128, false>(rows, low, 128, log2_scale, lane, advance);
+                attend_tile<128, false, 1>(rows, low, 128, log2_scale, lane, advance);
             } else if (last <= 16) {
-                attend_tile<16, true>(rows, low, last, log2_scale, lane, advance);
+                attend_tile<16, true, 1>(rows, low, last, log2_scale, lane, advance);
             } else if (last <= 32) {
-                attend_tile<32, true>(rows, low, last, log2_scale, lane, advance);
+                attend_tile<32, true, 1>(rows, low, last, log2_scale, lane, advance);
             } else if (last <= 64) {
-                attend_tile<64, true>(rows, low, last, log2_scale, lane, advance);
+                attend_tile<64, true, 1>(rows, low, last, log2_scale, lane, advance);
             } else {
-                attend_tile<128, true>(rows, low, last, log2_scale, lane, advance);
+                attend_tile<128, true, 1>(rows, low, last, log2_scale, lane, advance);
             }
             barrier_arrive_if(back, lane == 0);
         }

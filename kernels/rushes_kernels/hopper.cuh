@@ -157,8 +157,9 @@ __device__ __forceinline__ int limit_of(float reference, float log2_scale) {
 }
 
 // One tile at `low`, the `valid` first of its KEYS keys; all of them unless RAGGED. `meanwhile` is done while the tensor
-// cores work.
-template <int KEYS, bool RAGGED, class Meanwhile>
+// cores work. Values are added in PARTS parts, each as soon as its weights are there: exponentials of the next part run
+// under the products of the last.
+template <int KEYS, bool RAGGED, int PARTS, class Meanwhile>
 __device__ __forceinline__ void attend_tile(Rows& rows, u32 low, int valid, float log2_scale, int lane,
                                             const Meanwhile& meanwhile) {
     float s[KEYS / 2];
@@ -206,24 +207,39 @@ __device__ __forceinline__ void attend_tile(Rows& rows, u32 low, int valid, floa
     }
 
     const float shift[2] = {-rows.reference[0] * log2_scale, -rows.reference[1] * log2_scale};
-    float sum[2] = {0, 0};
+    const auto exponent = [&](int i) { return fmaf(s[i], log2_scale, shift[i / 2 % 2]); };
+    float w[KEYS / 2];
+    if (PARTS > 1) {
+        // accumulators, finished or not, cannot be read while products are in flight
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) {
-        s[i] = exp2_fast(fmaf(s[i], log2_scale, shift[i / 2 % 2]));
-        sum[i / 2 % 2] += s[i];
+        for (int i = 0; i < KEYS / 2; i++) w[i] = exponent(i);
+    }
+    float sum[2] = {0, 0};
+    constexpr int KEYS_OF_PART = KEYS / PARTS;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        u32 p[KEYS_OF_PART / 16][4];
+#pragma unroll
+        for (int j = 0; j < KEYS_OF_PART / 2; j++) {
+            const int i = part * (KEYS_OF_PART / 2) + j;
+            w[i] = exp2_fast(PARTS > 1 ? w[i] : exponent(i));
+            sum[i / 2 % 2] += w[i];
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS_OF_PART / 4; j++) {
+            const int i = part * (KEYS_OF_PART / 2) + 2 * j;
+            p[j / 4][j % 4] = pack(w[i], w[i + 1]);
+        }
+        if (!part) pin(rows.out);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < KEYS_OF_PART / 16; j++)
+            accumulate(rows.out, p[j],
+                       descriptor((low + VALUES_OFFSET | VALUES_LOW) + (part * (KEYS_OF_PART / 16) + j) * VALUES_STEP));
+        wgmma_commit();
     }
     rows.sum[0] += sum[0];
     rows.sum[1] += sum[1];
-    u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
-
-    pin(rows.out);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++)
-        accumulate(rows.out, p[k], descriptor((low + VALUES_OFFSET | VALUES_LOW) + k * VALUES_STEP));
-    wgmma_commit();
     wgmma_wait();
     pin(rows.out);
 }
