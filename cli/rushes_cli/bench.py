@@ -29,7 +29,7 @@ from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
 
-from rushes_cli import bench_share
+from rushes_cli import bench_replica, bench_share
 from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of
 
 MEDIA_SECONDS = 120.0
@@ -49,6 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
     pipeline.add_argument("--profile", action="store_true", help="one more clip, with the kernels of every stage")
     pipeline.set_defaults(run=_pipeline)
+    bench_replica.add_parser(actions)
     bench_share.add_parser(actions)
 
 

@@ -54,10 +54,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     Raises:
         UsageError: a size, a length or a count cannot be.
     """
-    try:
-        width, height = map(int, arguments.size.split("x"))
-    except ValueError:
-        raise UsageError(f"--size must be WIDTHxHEIGHT, got {arguments.size}") from None
+    width, height = canvas_of(arguments.size, "--size")
     for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
         if count < least:
             raise UsageError(f"{name} must be at least {least}, got {count}")
@@ -67,3 +64,16 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     return [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
+
+
+def canvas_of(size: str, option: str) -> tuple[int, int]:
+    """Width and height.
+
+    Raises:
+        UsageError: `size` is not of the form WIDTHxHEIGHT.
+    """
+    try:
+        width, height = map(int, size.split("x"))
+    except ValueError:
+        raise UsageError(f"{option} must be WIDTHxHEIGHT, got {size}") from None
+    return width, height

@@ -10,7 +10,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,9 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--device", default="cuda:0", help="(default cuda:0)")
     add_clip_options(parser, warm_up=1, repeat=1)
     parser.set_defaults(run=_share)
+
+
+STAGES = ("encoding", "denoising", "decoding")
 
 
 @dataclass
@@ -134,7 +137,7 @@ def _share(arguments: argparse.Namespace) -> int:
             "rank": arguments.rank,
             "weights": arguments.weights,
             "load_seconds": round(time.perf_counter() - started, 1),
-            "resident_gib": _gibibytes(device, peak=False),
+            "resident_gib": gibibytes(device, peak=False),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
         }
@@ -154,19 +157,33 @@ def _time_case(
         times, units = time_share(pipeline, case, arguments.seed, device)
         if i >= 0:
             runs.append(times)
-    names = ("encoding", "denoising", "decoding")
-    middle = {name: round(median(getattr(run, name) for run in runs), 4) for name in names}
+    middle = {name: round(median(getattr(run, name) for run in runs), 4) for name in STAGES}
     return {
         "case": case.title,
         **middle,
         "sum": round(sum(middle.values()), 3),
         "units": units,
         "clips": len(runs),
-        "peak_gib": _gibibytes(device, peak=True),
+        "peak_gib": gibibytes(device, peak=True),
     }
 
 
-def _gibibytes(device: torch.device, *, peak: bool) -> float:
+def seconds_of(part: Callable[[], object], device: torch.device) -> float:
+    """Of one call, when what the device had to do before is done."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        part()
+        return time.perf_counter() - started
+    torch.cuda.synchronize(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    part()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def gibibytes(device: torch.device, *, peak: bool) -> float:
     """That tensors take on the GPU, now or at their most; on the CPU the most that this process ever took."""
     if device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)

@@ -1,0 +1,75 @@
+"""`rushes bench replica` with ranks on the CPU: its figures, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rushes_cli.bench_ranks import exposure
+from rushes_cli.bench_replica import judge
+from rushes_cli.main import main
+from rushes_core.errors import InvalidOutput
+from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "split"
+    write_tiny_checkpoint(path, profile="split")
+    return path
+
+
+def bench(checkpoint: Path, *options: str) -> int:
+    clip = ["--size", "32x32", "--tokens", "9", "--warm-up", "0", "--repeat", "1"]
+    return main(["bench", "replica", "--weights", str(checkpoint), "--device", "cpu", *clip, *options])
+
+
+def test_two_ranks_have_their_figures(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    everything = ["--check", "--tune", "--timeline", str(tmp_path / "trace"), "--jobs", "2", "--job-sizes", "32x32"]
+    assert bench(checkpoint, "--sp", "2", *everything) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    loaded, check, clip, timeline, tune, jobs = lines
+    assert len(loaded["ranks"]) == 2
+    for errors in check["check"]:
+        assert list(errors) == ["block 0", "block 1", "latents"]
+        # sums of products in another order, in fp32
+        assert all(error["sp"] < 1e-5 for error in errors.values())
+    assert (clip["case"], clip["sp"], clip["clips"]) == ("5 s, 9 tokens, 32x32", 2, 1)
+    stages = [clip[name] for name in ("encoding", "denoising", "decoding", "finishing")]
+    assert sum(stages) == pytest.approx(clip["total"], abs=1e-3)
+    assert len(clip["peak_gib"]) == 2
+    assert all(0 < one["transfers_ms"] < one["step_ms"] for one in timeline["timeline"])
+    assert len(list((tmp_path / "trace").iterdir())) == 2
+    assert {"chunks of 1024", "1 parts", "copies instead of transfers"} < set(tune["tune"])
+    assert [one["clips"] for one in jobs["jobs"]] == [2, 2]
+    assert [one["units"] for one in jobs["jobs"]] == [6, 6]
+
+
+def test_ranks_that_are_wrong_get_no_figures() -> None:
+    right = {"block 0": {"sp": 5e-3, "noise": 4e-3}, "latents": {"sp": 0.0, "noise": 0.0}}
+    judge([right, right])
+    for error in (1e-2, float("nan")):
+        wrong: dict[str, Any] = right | {"latents": {"sp": error, "noise": 4e-3}}
+        with pytest.raises(InvalidOutput, match="no figures: latents of rank 1 is off by"):
+            judge([right, wrong])
+
+
+def test_ranks_that_cannot_be_loaded_end_it(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(checkpoint.parent / "nowhere", "--sp", "2") == 1
+    assert "failed to wait_for_all: CheckpointError" in capfd.readouterr().err
+
+
+def test_numbers_of_ranks_that_are_not_served_are_refused(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(checkpoint, "--sp", "3") == 2
+    assert "--sp must be one of 1, 2, 4, 7, 8, got 3" in capfd.readouterr().err
+
+
+def test_transfers_are_exposed_where_nothing_is_computed() -> None:
+    work = [
+        ("gemm", 0.0, 4.0),
+        ("ncclDevKernel_AllGather", 1.0, 3.0),
+        ("ncclDevKernel_SendRecv", 5.0, 8.0),
+        ("norm", 7.0, 9.0),
+        ("gemm", 10.0, 11.0),
+    ]
+    assert exposure(work) == {"step_ms": 11.0, "transfers_ms": 5.0, "exposed_ms": 2.0, "idle_ms": 2.0}
