@@ -1,4 +1,4 @@
-"""The passes over rows and heads against their roof, at the released model's sizes in a 5 s clip.
+"""The passes over rows, heads and pictures against their roof, at the released model's sizes in a 5 s clip.
 
 Inputs are synthetic. The roof of a pass is the rate of a device copy in the same run; bytes are those that must move:
 every input read once, every result written once.
@@ -11,6 +11,7 @@ import torch
 from bench import measure, report, require_passing_tests
 from rushes_kernels import norm
 from rushes_kernels.norm import HeadNorm, Update, norm_rotate_heads_, norm_rows_, rms_norm_rotate
+from rushes_kernels.pictures import stitch_patches, stitch_patches_ref, to_pixels, to_pixels_ref
 from rushes_kernels.swiglu import swiglu, swiglu_ref
 from rushes_kernels.tile_kernels import pack_heads, pack_tiles
 from rushes_kernels.video_sparse_attention import tile_map
@@ -18,17 +19,22 @@ from torch import Tensor
 
 TRANSFORMER_WIDTH, TRANSFORMER_INNER, HEADS, DIM, ANGLES = 5376, 14336, 56, 128, 48
 TILES, TOKENS, DECODER_WIDTH = 28, 1797, 2048
+UNIT_FRAMES, HEIGHT, WIDTH = 28, 768, 1344
 EPS = 1e-5
 
 
 def main() -> None:
-    require_passing_tests("tests/gpu/test_kernel_rows.py")
+    require_passing_tests("tests/gpu/test_kernel_rows.py", "tests/gpu/test_kernel_pictures.py")
     source = randn(1 << 30)
     target = torch.empty_like(source)
     timing = measure(lambda: target.copy_(source))
     roof = 2 * source.nbytes / timing.median_ms / 1e6
     report("copy of 2 GiB", "torch", timing, gb_per_s=roof)
-    for case in (transformer_norm, transformer_swiglu, heads_of_attention, decoder_norm, decoder_swiglu, decoder_heads):
+    cases = (
+        *(transformer_norm, transformer_swiglu, heads_of_attention),
+        *(decoder_norm, decoder_swiglu, decoder_heads, decoder_canvas, decoder_pixels),
+    )
+    for case in cases:
         name, kernel, reference, moved = case()
         for variant, run in (("cuda", kernel), ("torch", reference)):
             timing = measure(run)
@@ -111,6 +117,30 @@ def decoder_heads() -> Case:
         lambda: norm_rotate_heads_(heads, 64, cos, sin, EPS),
         lambda: norm.norm_rotate_heads_ref_(heads, 64, cos, sin, EPS),
         heads.nbytes * 4 // 3,
+    )
+
+
+def decoder_canvas() -> Case:
+    patches = randn(TILES, TOKENS, 3 * 4 * 16**2, dtype=torch.float16)
+    canvas = randn(3, UNIT_FRAMES, HEIGHT, WIDTH, dtype=torch.float32)
+    where = (patches, (0, 160, 336, 512), (0, 176, 352, 528, 704, 896, 1088), (256, 256), 16, canvas)
+    return (
+        "stitch_patches, decoder",
+        lambda: stitch_patches(*where),
+        lambda: stitch_patches_ref(*where),
+        patches[:, :-5].numel() * patches.element_size() + canvas.nbytes,
+    )
+
+
+def decoder_pixels() -> Case:
+    frames = randn(3, UNIT_FRAMES, HEIGHT, WIDTH, dtype=torch.float32)
+    pixels = torch.empty(UNIT_FRAMES, HEIGHT, WIDTH, 3, dtype=torch.uint8, device="cuda")
+    where = (frames, (0.229, 0.224, 0.225), (0.485, 0.456, 0.406), pixels)
+    return (
+        "to_pixels, decoder",
+        lambda: to_pixels(*where),
+        lambda: to_pixels_ref(*where),
+        frames.nbytes + pixels.nbytes,
     )
 
 

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-OPERATIONS = ("norm_rows", "swiglu", "pack_heads", "norm_rotate_heads", "attend_heads")
+OPERATIONS = (
+    "norm_rows",
+    "swiglu",
+    "pack_heads",
+    "norm_rotate_heads",
+    "attend_heads",
+    "stitch_patches",
+    "to_pixels",
+)
 
 _plain: set[str] = set()
 
