@@ -1,5 +1,7 @@
 """Ranks whose device has no memory left: what they report, and that those that go on have all of it again."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,8 @@ needs_two = [pytest.mark.multigpu, pytest.mark.skipif(torch.cuda.device_count() 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=needs_two)])
 def group(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.syspath_prepend(TESTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, map(os.path.abspath, sys.path))))
     with ExitStack() as running:
         group = start(request.param, tmp_path)
         running.callback(group.end, "the test is over")

@@ -21,6 +21,11 @@ class IdleClock:
         """All work so far is queued, and none is behind it."""
         self._idle_since = self._mark()
 
+    def work_pauses(self) -> None:
+        """As `work_is_queued`, within a render before whose beginning the device was measured."""
+        if self._gaps:
+            self._idle_since = self._mark()
+
     def work_begins(self) -> None:
         """More is about to be queued."""
         if self._idle_since is not None:

@@ -324,7 +324,8 @@ def _store(boot: Boot, timeout: timedelta) -> Any:
 def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
     module, _, name = boot.pipeline.partition(":")
     try:
-        factory = getattr(import_module(module), name)
+        with watch.stage("importing the pipeline"):
+            factory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
     pipeline: Pipeline = factory(

@@ -58,7 +58,7 @@ class RankReporter:
     def checkpoint(self) -> None:
         self._boundaries += 1
         if self._boundaries < _FIRST_STEP_BOUNDARY:
-            self._idle.work_is_queued()
+            self._idle.work_pauses()
         else:
             self.settle_before()
         stop = False

@@ -53,8 +53,9 @@ class FaultPipeline(ScriptedPipeline):
 
 
 def _exhaust(request: RenderRequest) -> None:
-    import torch
-
     spared = getattr(request, "low_memory", False)
     if "[device memory always]" in request.prompt or ("[device memory]" in request.prompt and not spared):
+        # seconds, on cores that do much else
+        import torch
+
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rushes_worker.checkpoint.directory import COMPONENTS, Checkpoint
 from rushes_worker.checkpoint.manifest import Manifest
-from rushes_worker.checkpoint.streaming import Staging
+from rushes_worker.checkpoint.streaming import Staging, StreamedWeights
 from rushes_worker.checkpoint.weights import WeightSource
 from rushes_worker.pipeline.base import LoadWatch
 
@@ -57,6 +57,8 @@ class Loader:
         with self._watch.stage(f"loading {name}"):
             weights = self._checkpoint.weights(name, self._staging)
             yield _Watched(weights, self._checkpoint.manifest(name), self._watch)
+            if isinstance(weights, StreamedWeights):
+                weights.close()
 
 
 class _Watched:

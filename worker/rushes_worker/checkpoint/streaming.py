@@ -2,6 +2,7 @@
 from there while the next are read. The host's memory never holds the model.
 """
 
+import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
+import numpy as np
 import torch
 from rushes_core.errors import CheckpointError
 from torch import Tensor
@@ -90,7 +92,7 @@ class Staging:
             if num_bytes > self.buffer_bytes:
                 buffer.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
             staged = buffer.bytes[:num_bytes]
-            rows.read(first, last, staged.numpy().data)
+            rows.read(first, last, staged.numpy())
             place = out[first * rows.row_bytes : last * rows.row_bytes]
             if self._stream is None:
                 place.copy_(staged)
@@ -113,28 +115,43 @@ class _Buffer:
 class _Rows:
     """Rows of one stored tensor, whole or a range of their bytes."""
 
-    def __init__(self, path: Path, descriptor: int, *, offset: int, stride: int, count: int, row_bytes: int) -> None:
+    def __init__(self, file: "_File", *, offset: int, stride: int, count: int, row_bytes: int) -> None:
         self.count = count
         self.row_bytes = row_bytes
-        self._path = path
-        self._descriptor = descriptor
+        self._file = file
         self._offset = offset
         self._stride = stride
 
-    def read(self, first: int, last: int, out: memoryview) -> None:
-        """Rows `first` to `last` into `out`.
+    def read(self, first: int, last: int, out: np.ndarray) -> None:
+        """Rows `first` to `last` into `out`, uint8.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before them.
+            CheckpointError: as `_File` does.
         """
+        offset = self._offset + first * self._stride
         if self.row_bytes == self._stride:
-            self._read(out, self._offset + first * self._stride)
-            return
-        for row in range(first, last):
-            place = (row - first) * self.row_bytes
-            self._read(out[place : place + self.row_bytes], self._offset + row * self._stride)
+            self._file.read(out.data, offset)
+        else:
+            self._file.read_pieces(out.reshape(last - first, self.row_bytes), offset, stride=self._stride)
 
-    def _read(self, out: memoryview, offset: int) -> None:
+
+class _File:
+    """A file of weights, open while they are loaded.
+
+    Raises:
+        CheckpointError: it cannot be read, or is shorter than its header says; from every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mapped: mmap.mmap | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+    def read(self, out: memoryview, offset: int) -> None:
+        """Fill `out` with the bytes from `offset` on."""
         done = 0
         while done < len(out):
             try:
@@ -142,8 +159,25 @@ class _Rows:
             except OSError as error:
                 raise CheckpointError(f"{self._path}: {error.strerror or error}") from error
             if num_bytes == 0:
-                raise CheckpointError(f"{self._path}: cut short while it was read, at byte {offset + done}")
+                raise self._cut_short(offset + done)
             done += num_bytes
+
+    def read_pieces(self, out: np.ndarray, offset: int, *, stride: int) -> None:
+        """Fill the rows of `out`, uint8, with the bytes from `offset` on, `stride` bytes from row to row."""
+        size = os.fstat(self._descriptor).st_size
+        if offset + (len(out) - 1) * stride + out.shape[1] > size:
+            # to touch what is not there would end the process
+            raise self._cut_short(size)
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
+        out[:] = np.ndarray(out.shape, np.uint8, self._mapped, offset, (stride, 1))
+
+    def close(self) -> None:
+        self._mapped = None
+        os.close(self._descriptor)
+
+    def _cut_short(self, at: int) -> CheckpointError:
+        return CheckpointError(f"{self._path}: cut short while it was read, at byte {at}")
 
 
 class StreamedWeights:
@@ -153,7 +187,7 @@ class StreamedWeights:
         self._folder = folder
         self._tensors = tensors
         self._staging = staging
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Path, _File] = {}
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """
@@ -178,8 +212,7 @@ class StreamedWeights:
         if len(out):
             size = dtype.itemsize
             part = _Rows(
-                stored.path,
-                self._open(stored.path),
+                self._file(stored.path),
                 offset=stored.offset + (top * width + left) * size,
                 stride=width * size,
                 count=bottom - top,
@@ -189,14 +222,11 @@ class StreamedWeights:
         return out.view(dtype).view(shape)
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
-    def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror or error}") from error
-        return self._descriptors[path]
+    def _file(self, path: Path) -> _File:
+        if path not in self._files:
+            self._files[path] = _File(path)
+        return self._files[path]
