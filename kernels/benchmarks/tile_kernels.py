@@ -7,6 +7,7 @@ must move: every input read once, every result written once.
 # pyright: reportMissingImports=false
 import torch
 from bench import measure, report, require_passing_tests
+from rushes_kernels.coarse import coarse_means, coarse_means_ref, score_tiles, score_tiles_ref
 from rushes_kernels.tile_kernels import choose_tiles, pack_tiles, unpack_tiles
 from rushes_kernels.video_sparse_attention import _pool, num_selected_tiles, select_tiles, tile_map
 
@@ -14,7 +15,7 @@ HEADS, DIM = 14, 128
 
 
 def main() -> None:
-    require_passing_tests("tests/gpu/test_kernel_tiles.py")
+    require_passing_tests("tests/gpu/test_kernel_tiles.py", "tests/gpu/test_kernel_coarse.py")
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     timing = measure(lambda: target.copy_(source))
@@ -62,6 +63,19 @@ def main() -> None:
     report(case, "torch.topk alone", measure(lambda: video.topk(k)))
     report(case, "torch.topk alone, not sorted", measure(lambda: video.topk(k, sorted=False)))
     report(case, "torch", measure(lambda: select_tiles(video, k)))
+
+    between_tiles(HEADS, n, "14 heads, 10 s clip")
+    between_tiles(56, 683, "56 heads, 5 s clip")
+
+
+def between_tiles(heads: int, n: int, case: str) -> None:
+    q, k, v = torch.randn(3, heads, n, DIM, device="cuda").unbind(0)
+    scale = DIM**-0.5
+    report(f"score_tiles, {case}", "cuda", measure(lambda: score_tiles(q, k, scale)))
+    report(f"score_tiles, {case}", "torch", measure(lambda: score_tiles_ref(q, k, scale)))
+    scores, reference = score_tiles(q, k, scale), score_tiles_ref(q, k, scale)
+    report(f"coarse_means, {case}", "cuda", measure(lambda: coarse_means(scores, v)))
+    report(f"coarse_means, {case}", "torch", measure(lambda: coarse_means_ref(reference, v)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ OPERATIONS = (
     "norm_rows",
     "swiglu",
     "pack_heads",
+    "score_tiles",
     "norm_rotate_heads",
     "attend_heads",
     "stitch_patches",

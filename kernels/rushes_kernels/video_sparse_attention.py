@@ -26,6 +26,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from rushes_kernels.block_sparse_attention import block_sparse_attention
+from rushes_kernels.coarse import coarse_means, score_tiles
 from rushes_kernels.norm import HeadNorm, rms_norm_rotate
 from rushes_kernels.plain import may_run_kernel
 from rushes_kernels.providers import Provider, choose_provider
@@ -322,8 +323,7 @@ def _by_kernels(
             q_SHD, k_SHD = _normed(q_SHD, k_SHD, norm)
         packed = tuple(pack_tiles(x, tiles.rows_nB, tiles.sizes_n) for x in (q_SHD, k_SHD, v_SHD))
     (q_HnBD, q_HnD), (k_HnBD, k_HnD), (v_HnBD, v_HnD) = packed
-    scale = q_SHD.shape[-1] ** -0.5
-    scores_Hnn = torch.baddbmm(q_HnD.new_empty(1, 1, 1), q_HnD, k_HnD.transpose(1, 2), beta=0, alpha=scale)
+    scores_Hnn = score_tiles(q_HnD, k_HnD, q_SHD.shape[-1] ** -0.5)
     _leave_out_absent(scores_Hnn, tiles)
     lists_HVk = choose_tiles(scores_Hnn, tiles.num_prefix_tiles, k)
     fine_HnBD = block_sparse_attention(
@@ -336,7 +336,7 @@ def _by_kernels(
         num_prefix_tiles=tiles.num_prefix_tiles,
         provider=provider,
     )
-    coarse_HnD = None if gate_SHD is None else scores_Hnn.softmax(-1) @ v_HnD
+    coarse_HnD = None if gate_SHD is None else coarse_means(scores_Hnn, v_HnD)
     return unpack_tiles(
         fine_HnBD,
         coarse_HnD,
