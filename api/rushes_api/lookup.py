@@ -5,6 +5,7 @@ Nothing here opens a transaction, or holds a connection that another request wou
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,10 +13,12 @@ import psycopg
 from psycopg.rows import tuple_row
 from rushes_core import backlog
 from rushes_core.database import connect_arguments
+from rushes_core.holds import CAMPAIGN
 from rushes_core.log import get_logger
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_core.video import is_held
 from sqlalchemy.dialects.postgresql.psycopg import dialect as PsycopgDialect
 from sqlalchemy.orm import class_mapper
 
@@ -42,6 +45,7 @@ class Lookup:
         self._jobs = Batches(settings, _find_jobs, lines=2)
         self._places = Batches(settings, _count_ahead, lines=1)
         self._kept: dict[_Place, tuple[int, float]] = {}
+        self._tails: dict[_Place, _Tail] = {}
 
     async def job(self, job_id: str, *, project: str) -> Job | None:
         """The job of this project with this id, deleted or not. For one of another project the database has no more to
@@ -68,17 +72,47 @@ class Lookup:
         counted = await self._places.ask(place) or 0
         if len(self._kept) >= self.MAX_KEPT_PLACES:
             self._kept.clear()
-        seconds = min(self.MAX_SECONDS_KEPT, counted * self.SECONDS_KEPT_PER_JOB_AHEAD)
-        self._kept[place] = counted, now + seconds
+        self._kept[place] = counted, now + self._seconds_kept(counted)
         return counted
 
     async def num_ahead_or_none(self, job: Job) -> int | None:
-        """`num_ahead`; None where it is not known in time: what else is known of the job needs no such count."""
+        """`num_ahead`; None of a job that is in no queue, and where it is not known in time: what else is known of the
+        job needs no such count."""
+        if not _is_in_queue(job):
+            return None
         try:
             return await self.num_ahead(job)
         except (Unavailable, psycopg.Error, OSError) as error:
             log.warning("queue_not_counted", error=str(error).splitlines()[0])
             return None
+
+    async def num_ahead_of_newcomer(self, job: Job) -> int | None:
+        """The same for a job that is being queued now. The end of each queue is counted for all who come to it within a
+        moment: each of them is behind the one before."""
+        if not _is_in_queue(job):
+            return None
+        api_key = None if job.hold is None else job.api_key
+        end = _Place(_LAST_ID, job.model, job.project, job.priority, _NEVER, api_key, job.hold)
+        now = asyncio.get_running_loop().time()
+        tail = self._tails.get(end)
+        if tail is None or now >= tail.kept_until:
+            try:
+                counted = await self._places.ask(end) or 0
+            except (Unavailable, psycopg.Error, OSError) as error:
+                log.warning("queue_not_counted", error=str(error).splitlines()[0])
+                return None
+            if self._tails.get(end) is tail:
+                if len(self._tails) >= self.MAX_KEPT_PLACES:
+                    self._tails.clear()
+                self._tails[end] = _Tail(counted, now + self._seconds_kept(counted))
+            # else somebody else, who had the same answer, stands here already
+            tail = self._tails[end]
+        num_ahead = min(tail.num_jobs, backlog.MAX_AHEAD)
+        tail.num_jobs += 1
+        return num_ahead
+
+    def _seconds_kept(self, num_ahead: int) -> float:
+        return min(self.MAX_SECONDS_KEPT, num_ahead * self.SECONDS_KEPT_PER_JOB_AHEAD)
 
     async def close(self) -> None:
         await self._jobs.close()
@@ -199,6 +233,11 @@ def _give_up(answer: "asyncio.Future[Any]") -> None:
         answer.set_exception(database_unavailable())
 
 
+def _is_in_queue(job: Job) -> bool:
+    """Whether it waits for nothing but its turn, or for that of its key."""
+    return job.state is JobState.QUEUED and not is_held(job) and job.hold != CAMPAIGN
+
+
 _NAMES = tuple(column.key for column in class_mapper(Job).column_attrs)
 _FIND = f"""
 SELECT {", ".join(_NAMES)} FROM jobs JOIN unnest(%s::text[], %s::text[]) AS asked (id, project) USING (id, project)
@@ -231,15 +270,26 @@ class _Place(NamedTuple):
     hold: str | None
 
 
+_LAST_ID, _NEVER = "~", datetime(9999, 12, 31, tzinfo=UTC)
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The end of a queue: what was counted before it, and who has come since."""
+
+    num_jobs: int
+    kept_until: float
+
+
 _PROBE = _Place("<id>", "<model>", "<project>", -1, datetime(1, 1, 1, tzinfo=UTC), "<api_key>", "<hold>")
 
 
-def _compile_num_ahead(*, is_held: bool) -> tuple[str, dict[str, object], dict[str, str]]:
+def _compile_num_ahead(*, has_hold: bool) -> tuple[str, dict[str, object], dict[str, str]]:
     """`backlog.num_ahead` as text, its constant parameters, and which others take which member of a place.
 
     To build the statement takes longer than to run it.
     """
-    probe = _PROBE if is_held else _PROBE._replace(hold=None)
+    probe = _PROBE if has_hold else _PROBE._replace(hold=None)
     compiled = backlog.num_ahead(Job(**probe._asdict())).compile(dialect=PsycopgDialect())
     members = {value: name for name, value in probe._asdict().items() if value is not None}
     variable = {name: members[value] for name, value in compiled.params.items() if value in members}
@@ -247,13 +297,13 @@ def _compile_num_ahead(*, is_held: bool) -> tuple[str, dict[str, object], dict[s
     return str(compiled), constant, variable
 
 
-_NUM_AHEAD = {is_held: _compile_num_ahead(is_held=is_held) for is_held in (False, True)}
+_NUM_AHEAD = {has_hold: _compile_num_ahead(has_hold=has_hold) for has_hold in (False, True)}
 
 
 async def _count_ahead(line: Line, places: list[_Place]) -> dict[_Place, int]:
     counted: dict[_Place, int] = {}
-    for is_held, (query, constant, variable) in _NUM_AHEAD.items():
-        alike = [place for place in places if (place.hold is not None) is is_held]
+    for has_hold, (query, constant, variable) in _NUM_AHEAD.items():
+        alike = [place for place in places if (place.hold is not None) is has_hold]
         if alike:
             values = [constant | {name: getattr(place, member) for name, member in variable.items()} for place in alike]
             answers = await line.fetch(query, values)

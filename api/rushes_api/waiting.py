@@ -100,7 +100,8 @@ async def answer_later(
         return response
     _note_applied(request, seconds)
     kept = {name: value for name, value in response.headers.items() if name == "idempotent-replayed"}
-    return Response(view.video(job).model_dump_json(), headers=kept, media_type="application/json")
+    video = view.video(job, num_ahead=await state["lookup"].num_ahead_or_none(job))
+    return Response(video.model_dump_json(), headers=kept, media_type="application/json")
 
 
 async def until_over(

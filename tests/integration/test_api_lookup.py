@@ -1,17 +1,114 @@
 """Reading single jobs past the sessions: what is read, and how old it may be."""
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import psycopg
 import pytest
+from rushes_api import lookup
+from rushes_api.app import create_app
 from rushes_api.lookup import Lookup
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
-from support.api import JobDriver
+from support.api import AUTHORIZED, JobDriver
 from support.stack import libpq_url, settings_env
 
 
 def post(client: TestClient) -> str:
     video_id: str = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
     return video_id
+
+
+@pytest.fixture(autouse=True)
+def _empty_queue(client: TestClient) -> Iterator[None]:
+    yield
+    for video in client.get("/v1/videos", params={"status": "queued", "limit": 100}).json()["data"]:
+        client.post(f"/v1/videos/{video['id']}/cancel")
+
+
+@pytest.fixture
+def keeping(api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """Another process, for which one job ahead is as far back as hundreds."""
+    monkeypatch.setattr(Lookup, "SECONDS_KEPT_PER_JOB_AHEAD", 1_000)
+    monkeypatch.setattr(Lookup, "MAX_SECONDS_KEPT", 1_000)
+    with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
+        yield client
+
+
+def ahead(answer: Any) -> int | None:
+    assert answer.status_code == 200, answer.text
+    queue = answer.json()["queue"]
+    assert queue["position"] == (None if queue["ahead"] is None else queue["ahead"] + 1)
+    found: int | None = queue["ahead"]
+    return found
+
+
+def test_whatever_is_queued_is_told_its_place_at_once(client: TestClient, driver: JobDriver) -> None:
+    body = {"prompt": "a dog"}
+    first, second = (client.post("/v1/videos", json=body) for _ in range(2))
+    assert [ahead(first), ahead(second)] == [0, 1]
+    urgent = client.post("/v1/videos", json=body | {"priority": "interactive"})
+    assert ahead(urgent) == 0
+    remixed = client.post(f"/v1/videos/{first.json()['id']}/remix", json=body)
+    assert ahead(remixed) == 3
+    failed = post(client)
+    driver.fail(failed, code="generation_failed", message="no")
+    retried = client.post(f"/v1/videos/{failed}/retry")
+    # whoever made it fail had made it urgent
+    assert ahead(retried) == 1
+    now = [ahead(client.get(f"/v1/videos/{answer.json()['id']}")) for answer in (first, second, urgent, remixed)]
+    # the urgent ones stand before those who came earlier
+    assert now == [2, 3, 0, 4]
+    assert ahead(client.get(f"/v1/videos/{failed}")) == 1
+
+
+def test_the_place_is_part_of_what_an_idempotency_key_repeats(client: TestClient) -> None:
+    headers = {"Idempotency-Key": "place"}
+    before = post(client)
+    first, again = (client.post("/v1/videos", json={"prompt": "a dog"}, headers=headers) for _ in range(2))
+    client.post(f"/v1/videos/{before}/cancel")
+    later = client.post("/v1/videos", json={"prompt": "a dog"}, headers=headers)
+    assert ahead(first) == 1
+    assert first.content == again.content == later.content
+
+
+def test_those_who_come_at_once_stand_behind_each_other(keeping: TestClient) -> None:
+    post(keeping)
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda _: keeping.post("/v1/videos", json={"prompt": "a dog"}), range(12)))
+    assert sorted(found for answer in answers if (found := ahead(answer)) is not None) == list(range(1, 13))
+
+
+def test_the_end_of_a_long_queue_is_not_counted_for_everybody(keeping: TestClient) -> None:
+    first, _ = post(keeping), post(keeping)
+    bulk = {"prompt": "a dog", "priority": "bulk"}
+    assert ahead(keeping.post("/v1/videos", json=bulk)) == 2
+    keeping.post(f"/v1/videos/{first}/cancel")
+    assert ahead(keeping.post("/v1/videos", json=bulk)) == 3
+
+
+@pytest.mark.parametrize("wait", [{}, {"Prefer": "wait=1"}])
+def test_a_job_that_waits_for_its_time_has_no_place(client: TestClient, wait: dict[str, str]) -> None:
+    later = {"prompt": "a dog", "not_before": int(time.time()) + 3_600}
+    assert ahead(client.post("/v1/videos", json=later, headers=wait)) is None
+
+
+def test_one_that_was_waited_for_in_vain_is_told_its_place(client: TestClient) -> None:
+    post(client)
+    answer = client.post("/v1/videos", json={"prompt": "a dog"}, headers={"Prefer": "wait=1"})
+    assert answer.headers["preference-applied"] == "wait=1"
+    assert ahead(answer) == 1
+
+
+def test_a_job_is_accepted_although_nobody_can_count_those_ahead(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "WAIT_SECONDS", 0.0)
+    assert ahead(client.post("/v1/videos", json={"prompt": "a dog"})) is None
+    monkeypatch.undo()
+    assert ahead(client.post("/v1/videos", json={"prompt": "a dog"})) == 1
 
 
 def test_places_near_the_front_are_always_counted(client: TestClient) -> None:
@@ -22,12 +119,9 @@ def test_places_near_the_front_are_always_counted(client: TestClient) -> None:
     client.post(f"/v1/videos/{second}/cancel")
 
 
-def test_places_far_back_are_kept_for_a_while(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = post(client), post(client)
+def test_places_far_back_are_kept_for_a_while(keeping: TestClient) -> None:
+    client, first, second = keeping, post(keeping), post(keeping)
     path = f"/v1/videos/{second}"
-    # one job ahead is as far back as hundreds
-    monkeypatch.setattr(Lookup, "SECONDS_KEPT_PER_JOB_AHEAD", 1_000)
-    monkeypatch.setattr(Lookup, "MAX_SECONDS_KEPT", 1_000)
     assert client.get(path).json()["queue"]["ahead"] == 1
     client.post(f"/v1/videos/{first}/cancel")
     assert client.get(path).json()["queue"]["ahead"] == 1

@@ -87,7 +87,7 @@ async def retry_video(
             raise _not_retryable(before)
         await take_place(session, job)
         generation = job.generation
-        return view.video(job)
+        return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
 
     call = Call(caller, f"POST /v1/videos/{video_id}/retry", key, fingerprint())
     return await take_effect(call, retry, request=request, sessions=state["sessions"])
@@ -124,7 +124,8 @@ async def remix_video(
     admit = admission(order, caller=caller, state=state, remixed_from=video_id)
 
     async def accept(session: AsyncSession) -> Video:
-        return view.video(await admit(session))
+        job = await admit(session)
+        return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
 
     call = Call(caller, f"POST /v1/videos/{video_id}/remix", key, sent.fingerprint)
     response = await take_effect(call, accept, request=request, sessions=state["sessions"])

@@ -13,8 +13,7 @@ from rushes_core.listing import page
 from rushes_core.models import Job
 from rushes_core.parsing import unsupported
 from rushes_core.request import FROM_TEXT, ResolvedRequest
-from rushes_core.states import JobState
-from rushes_core.video import QueueReason, Video, is_held
+from rushes_core.video import QueueReason, Video
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
@@ -82,7 +81,8 @@ async def accepted(
     admit = admission(sent.order, caller=caller, state=state)
 
     async def accept(session: AsyncSession) -> Video:
-        return view.video(await admit(session))
+        job = await admit(session)
+        return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
 
     call = Call(caller, "POST /v1/videos", key, sent.fingerprint)
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
@@ -141,8 +141,7 @@ async def list_videos(
     openapi_extra={"parameters": [PREFER_HEADER]},
 )
 async def get_video(job: CurrentJob, parameters: ViewQuery, state: AppState, view: CurrentView) -> Response:
-    waits = job.state is JobState.QUEUED and not is_held(job) and job.hold != CAMPAIGN
-    num_ahead = await state["lookup"].num_ahead_or_none(job) if waits else None
+    num_ahead = await state["lookup"].num_ahead_or_none(job)
     reason = await _campaign_reason(job, state) if job.hold == CAMPAIGN else None
     video = view.video(job, num_ahead=num_ahead, campaign_reason=reason)
     poll_after = poll_after_ms(job, num_ahead, video.eta)
