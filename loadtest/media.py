@@ -44,7 +44,7 @@ def main() -> None:
     presets.add_argument("--seconds", type=float, default=5.0)
     presets.add_argument("--scenes", nargs="+", choices=scenes.SCENES, default=list(scenes.SCENES))
     presets.add_argument("--presets", nargs="+", choices=PRESETS["libx264"], default=PRESETS["libx264"][:-1])
-    presets.add_argument("--crf", type=int, nargs="+", default=[20])
+    presets.add_argument("--crf", type=int, nargs="+", default=[EncoderSettings().crf])
     presets.set_defaults(run=_presets)
     for action in (finish, presets):
         cores = len(os.sched_getaffinity(0))

@@ -208,8 +208,8 @@ class Settings(DatabaseSettings):
     encoder: Annotated[str, StringConstraints(pattern="^(libx264|h264_nvenc)$")] = "libx264"
     """H.264 encoder: `libx264`, or `h264_nvenc` where the worker's GPU has NVENC; data-centre GPUs often have none."""
     encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z0-9]*$")] = ""
-    """`ultrafast` to `slow` of libx264, `p1` to `p7` of NVENC; empty: `superfast` and `p4`."""
-    encoder_crf: Annotated[int, Field(ge=1, le=51)] = 20
+    """`ultrafast` to `slow` of libx264, `p1` to `p7` of NVENC; empty: `veryfast` and `p4`."""
+    encoder_crf: Annotated[int, Field(ge=1, le=51)] = 18
     """Constant rate factor, 1 to 51 (NVENC: its constant quality); lower is better and larger."""
     keyframe_interval: Annotated[int, Field(ge=1, le=240)] = 51
     """Frames between keyframes at most, 1 to 240. As many units of 17 frames as fit are encoded in one piece."""

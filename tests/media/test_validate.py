@@ -78,7 +78,7 @@ class TestWrongStreams:
             ({"color_range": 2}, "yuv420p|colour range"),
             ({"color_tag": None}, "colour range of frame 0 must be tagged 1"),
             ({"color_tag": 6}, "colour matrix of frame 0 must be tagged 1 .*got 6"),
-            ({"video_options": options(profile="baseline")}, "profile must be High or Main, got Constrained Baseline"),
+            ({"video_options": options(profile="baseline")}, "profile must be High or Main, got Baseline"),
             ({"video_options": options(level="5.1")}, "level must be at most 4, got 5.1"),
         ],
         ids=str,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from rushes_core.clip import FPS
 from rushes_core.variants import AUDIO, SPRITESHEET, THUMBNAIL, VARIANTS, Variant
 
 from rushes_worker.media.errors import MediaError
+from rushes_worker.media.fast_start import moov_first
+from rushes_worker.media.validate import UNPROBED
 
 T = TypeVar("T")
 
@@ -77,7 +80,6 @@ class ByProducts:
         self._wanted = [variant for variant in VARIANTS.values() if variant.name in names]
         self._poster = _Poster(width, height, num_frames)
         self._sheet = _Sheet(width, height, num_frames)
-        self._drawers = {THUMBNAIL: self._draw_poster, SPRITESHEET: self._draw_sheet}
         self._drawn: dict[Variant, tuple[bytes, dict[str, Any]]] = {}
         self._next_frame = 0
 
@@ -90,7 +92,7 @@ class ByProducts:
 
     def draw(self) -> None:
         """Encode the pictures, once all frames were added: `write` has less to do then."""
-        for variant in self._drawers:
+        for variant in (THUMBNAIL, SPRITESHEET):
             if self._is_wanted(variant):
                 self._attempt(variant, lambda variant=variant: self._drawn_picture(variant))
 
@@ -128,7 +130,7 @@ class ByProducts:
     def _drawn_picture(self, variant: Variant) -> tuple[bytes, dict[str, Any]]:
         """The JPEG and what a client needs to use it."""
         if variant not in self._drawn:
-            picture, details = self._drawers[variant]()
+            picture, details = self._draw_poster() if variant is THUMBNAIL else self._draw_sheet()
             height, width, _ = picture.shape
             self._drawn[variant] = encode_jpeg(picture), {"width": width, "height": height, **details}
         return self._drawn[variant]
@@ -184,17 +186,20 @@ def extract_audio(clip: Path, path: Path) -> float:
         MediaError: the copy has another number of packets or another length.
         av.FFmpegError, OSError
     """
-    options = {"movflags": "+faststart", "fflags": "+bitexact", "movie_timescale": "96000"}
-    with av.open(str(clip)) as source:
+    options = {"fflags": "+bitexact", "movie_timescale": "96000"}
+    data = BytesIO()
+    with av.open(str(clip), options=UNPROBED) as source:
         given = source.streams.audio[0]
         expected = (given.frames, _seconds(given))
-        with av.open(str(path), "w", format="ipod", options=options) as target:
+        with av.open(data, "w", format="ipod", options=options) as target:
             stream = target.add_stream_from_template(given)
             for packet in source.demux(given):
                 if packet.dts is not None:
                     packet.stream = stream
                     target.mux(packet)
-    with av.open(str(path)) as copy:
+    with data.getbuffer() as written, path.open("wb") as file:
+        file.writelines(moov_first(written))
+    with av.open(str(path), options=UNPROBED) as copy:
         found = (copy.streams.audio[0].frames, _seconds(copy.streams.audio[0]))
     if found != expected:
         raise MediaError(
@@ -220,7 +225,8 @@ class _Poster:
             brightness = float(frame[::_SAMPLE_STEP, ::_SAMPLE_STEP].mean())
             if brightness > self._brightness:
                 self._brightness, self._index = brightness, index
-                self._picture = _scaled(frame, *self._size)
+                # a frame that is small enough already would keep the file of its unit
+                self._picture = _scaled(frame, *self._size).copy()
 
     def chosen(self) -> tuple[np.ndarray, int]:
         """The picture, and the number of its frame."""

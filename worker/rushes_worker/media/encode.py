@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +26,7 @@ from av.error import FFmpegError
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
 from rushes_worker.media.errors import MediaError, require_equal
+from rushes_worker.media.fast_start import moov_first
 from rushes_worker.media.picture import Picture, parameter_sets
 from rushes_worker.media.segment import TICK, Segment, SegmentEncoder, plan_segments, set_up
 from rushes_worker.media.segments import Segments
@@ -36,7 +38,7 @@ MIN_EDGE, MAX_EDGE = 16, 4096
 
 
 # 96,000 ticks a second hold every frame and every sample exactly, so edit lists are exact too
-_MUXER = {"movflags": "+faststart", "fflags": "+bitexact", "movie_timescale": "96000"}
+_MUXER = {"fflags": "+bitexact", "movie_timescale": "96000"}
 
 
 def check_frame_size(width: int, height: int) -> None:
@@ -82,7 +84,7 @@ class ClipEncoder:
 
         Raises:
             ValueError: a size, a count or the directory cannot be used.
-            MediaError: the encoder or the file cannot be opened.
+            MediaError: the encoder cannot be opened.
         """
         check_frame_size(width, height)
         if type(num_frames) is not int or num_frames < 1:
@@ -100,11 +102,12 @@ class ClipEncoder:
         self._settings = settings = settings or EncoderSettings()
         self._sound: Future[list[av.Packet]] | None = None
         self._open = True
+        self._file = BytesIO()
         try:
             self._container = self._begin(comment)
         except (FFmpegError, OSError) as error:
-            partial_path(path).unlink(missing_ok=True)
-            raise MediaError(f"{path.name} could not be begun with {settings.encoder}: {error.strerror}") from error
+            message = f"{settings.encoder} cannot encode {width}x{height} here: {error.strerror}"
+            raise MediaError(message) from error
         self._segments = Segments(
             plan_segments(num_frames, settings),
             lambda first: SegmentEncoder(first, settings, width=width, height=height),
@@ -215,14 +218,14 @@ class ClipEncoder:
         self._open = False
         self._segments.close()
         self._sound_thread.shutdown(cancel_futures=True)
-        # a file that cannot be completed is deleted anyway
+        # nobody will read it if it is not complete
         with suppress(FFmpegError, OSError):
             self._container.close()
         partial_path(self.path).unlink(missing_ok=True)
 
     def _begin(self, comment: str) -> OutputContainer:
-        """The file with its header."""
-        container = av.open(str(partial_path(self.path)), "w", format="mp4", options=_MUXER)
+        """The file with its header, in memory."""
+        container = av.open(self._file, "w", format="mp4", options=_MUXER)
         if comment:
             container.metadata["comment"] = comment
         height, width, _ = self._shape
@@ -275,6 +278,8 @@ class ClipEncoder:
         for packet in sorted([*packets, *sound], key=_decoding_time):
             self._container.mux(packet)
         self._container.close()
+        with self._file.getbuffer() as data, partial_path(self.path).open("wb") as file:
+            file.writelines(moov_first(data))
         return picture
 
     def _check_open(self) -> None:

@@ -14,7 +14,7 @@ PRESETS = {
 }
 """By encoder. Those of libx264 whose reference frames fit level 4.0 at every canvas."""
 
-DEFAULT_PRESETS = {"libx264": "superfast", "h264_nvenc": "p4"}
+DEFAULT_PRESETS = {"libx264": "veryfast", "h264_nvenc": "p4"}
 
 MAX_DEFAULT_ENCODERS = 8
 """Segments of a clip that are encoded at once unless more are asked for."""
@@ -28,7 +28,7 @@ class EncoderSettings:
     """FFmpeg's name of the H.264 encoder."""
     preset: str = ""
     """Empty: the encoder's entry of `DEFAULT_PRESETS`."""
-    crf: int = 20
+    crf: int = 18
     """Constant rate factor; lower is better and larger. 0 would be lossless, which is not High profile."""
     keyframe_interval: int = 51
     """Frames between keyframes at most: how far a seek has to decode. Segments are as many temporal units as fit."""

@@ -30,8 +30,21 @@ AAC_FRAME_SAMPLES = 1024
 SILENCE_RMS = 2.0**-17
 """Half a step of 16-bit sound: below it every sample is played as zero."""
 
+UNPROBED = {"probesize": "32"}
+"""Options to open a file whose picture was decoded already without decoding the start of it once more."""
+
 MAX_LEVEL = 40
 """H.264 level 4.0, which every player of the last decade decodes; only a larger frame may need more."""
+
+_PROFILES = {
+    66: "Baseline",
+    77: "Main",
+    88: "Extended",
+    100: "High",
+    110: "High 10",
+    122: "High 4:2:2",
+    244: "High 4:4:4",
+}
 
 # level_idc: most macroblocks a second, most macroblocks a frame (H.264 table A-1)
 _LEVELS = {
@@ -134,9 +147,9 @@ def validate_clip(
             _check_boxes(list(top_level_boxes(file)))
             file.seek(0)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        with av.open(str(path)) as container:
+        with av.open(str(path), options=None if decoded is None else UNPROBED) as container:
             video, audio = _streams(container)
-            level = _check_video_stream(video, width, height, num_frames)
+            profile, level = _check_video_stream(video, width, height, num_frames)
             _check_audio_stream(audio, num_frames)
             picture, sound = _read(container, video, audio, width, height, decoded)
             require_equal("number of frames", picture.num_frames, num_frames)
@@ -158,7 +171,7 @@ def validate_clip(
                 pixel_variance=picture.variance(),
                 audio_rms=sound.rms(),
                 video_codec=video.codec_context.name,
-                profile=str(video.profile),
+                profile=profile,
                 level=f"{level // 10}.{level % 10}",
                 audio_codec=audio.codec_context.name,
                 flaws=flaws,
@@ -217,23 +230,25 @@ def _streams(container: InputContainer) -> tuple[av.VideoStream, av.AudioStream]
     return videos[0], audios[0]
 
 
-def _check_video_stream(video: av.VideoStream, width: int, height: int, num_frames: int) -> int:
-    """The stream's level, times ten."""
+def _check_video_stream(video: av.VideoStream, width: int, height: int, num_frames: int) -> tuple[str, int]:
+    """The stream's profile, and its level times ten."""
     context = video.codec_context
     require_equal("video codec", context.name, "h264")
     require_equal("video codec tag", context.codec_tag, "avc1")
+    # not known before a frame was decoded; then every frame is asked
+    require_equal("pixel format", context.pix_fmt or "yuv420p", "yuv420p")
     require_equal("frame size", f"{context.width}x{context.height}", f"{width}x{height}")
-    require_equal("pixel format", context.pix_fmt, "yuv420p")
-    require(context.profile in ("High", "Main"), f"the profile must be High or Main, got {context.profile}")
     require(context.sample_aspect_ratio in (None, 0, 1), f"pixels must be square, got {context.sample_aspect_ratio}")
     require_equal("frame rate", video.average_rate, Fraction(FPS))
     require_equal("picture length in seconds", _duration(video), Fraction(num_frames, FPS))
-    return _checked_level(context.extradata or b"", width, height)
-
-
-def _checked_level(avcc: bytes, width: int, height: int) -> int:
+    avcc = context.extradata or b""
     require(len(avcc) > 4 and avcc[0] == 1, "the video stream has no avcC record")
-    level = avcc[3]
+    profile = _PROFILES.get(avcc[1], str(avcc[1]))
+    require(profile in ("High", "Main"), f"the profile must be High or Main, got {profile}")
+    return profile, _checked_level(avcc[3], width, height)
+
+
+def _checked_level(level: int, width: int, height: int) -> int:
     require(level in _LEVELS, f"the H.264 level {level / 10:g} is unknown")
     macroblocks = -(-width // 16) * -(-height // 16)
     fitting = [idc for idc, (rate, size) in _LEVELS.items() if macroblocks <= size and macroblocks * FPS <= rate]
