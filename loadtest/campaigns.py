@@ -29,7 +29,7 @@ import bench
 import httpx
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
-from rushes_core import jobs, replicas
+from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
@@ -205,7 +205,7 @@ class Worker(threading.Thread):
             if time.monotonic() > reported_at + 1:
                 self._execute(replicas.upsert_replica("stand-in#1", state="ready", **values))
                 reported_at = time.monotonic()
-            job = self._execute(jobs.claim(model=self._model, owner="stand-in#1", lease_seconds=30))
+            job = self._execute(claims.claim(model=self._model, owner="stand-in#1", lease_seconds=30))
             if job is None:
                 time.sleep(0.02)
                 continue

@@ -19,9 +19,9 @@ from typing import Any
 
 import bench
 from rankless import RanklessReplica
-from rushes_core import jobs
+from rushes_core import claims, jobs
+from rushes_core.claims import ClaimedJob
 from rushes_core.database import create_sync_engine
-from rushes_core.jobs import ClaimedJob
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
@@ -51,7 +51,7 @@ def through_driver(settings: Settings, owner: str, until: float) -> int:
     """Claim, start and complete on one connection until the monotonic time `until`; how many jobs."""
     job_id, fence = bindparam("job_id"), bindparam("fence")
     claim = Prepared(
-        jobs.claim(model=bench.MODEL, owner=owner, lease_seconds=60, only=[one.name for one in fields(ClaimedJob)])
+        claims.claim(model=bench.MODEL, owner=owner, lease_seconds=60, only=[one.name for one in fields(ClaimedJob)])
     )
     state = load_only(Job.state)
     start = Prepared(jobs.start(job_id, fence=fence, lease_seconds=60).options(state))

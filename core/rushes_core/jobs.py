@@ -6,13 +6,11 @@ compilation serves them all.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import (
     BindParameter,
-    Integer,
     Select,
     Update,
     and_,
@@ -23,14 +21,12 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    text,
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
 from rushes_core.campaigns.tables import BUDGET, Campaign
 from rushes_core.holds import CAMPAIGN, initial_hold
@@ -45,11 +41,6 @@ MAX_CRASHES = 3
 """Crashes after which a job is quarantined."""
 MAX_CRASHED_REPLICAS = 2
 """Different replicas that a job may crash before it is quarantined."""
-CRASHED_ON_WAIT = timedelta(seconds=30)
-"""How long a job that crashed a replica waits for another one before that one may take it again."""
-OVERDUE_EVERY = 20
-"""One in so many claims of a replica looks for jobs that have waited for too long before it looks for others."""
-
 
 _Id = str | BindParameter[str]
 _Fence = int | BindParameter[int]
@@ -99,177 +90,6 @@ def create(**values: Any) -> ReturningInsert[Job]:
         values = {"hold": initial_hold(values["api_key"]), **values}
     statement = upsert(Job).values(state=JobState.QUEUED, **values)
     return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
-
-
-_READY = """state = 'queued' AND hold IS NULL
-                AND model = :model AND priority = urgency.priority AND project = share.project
-                AND run_at <= now() AND cancel_requested_at IS NULL
-                AND (deadline_at IS NULL OR deadline_at > now()) AND (start_by IS NULL OR start_by > now())
-                AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
-                    OR NOT EXISTS (
-                        SELECT FROM replicas
-                        WHERE replicas.model = jobs.model AND replicas.state IN ('ready', 'busy')
-                            AND last_seen > now() - make_interval(secs => :crashed_on_wait)
-                            AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
-                    ))"""
-_CANDIDATE = f"""
-    SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
-        SELECT oldest.*, share.clock FROM (
-            SELECT project, clock FROM project_shares,
-                (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
-            WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
-            ORDER BY greatest(virtual_time, clock), project
-        ) AS share, LATERAL (
-            SELECT id, project, priority, width, height, num_frames FROM jobs WHERE {_READY}
-            ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
-        ) AS oldest {{lock}}
-        LIMIT 1
-    ) AS first
-    -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
-    WHERE '*' <> ALL (ARRAY(SELECT project FROM queue_pauses)) AND (
-        SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = urgency.priority
-        ORDER BY project LIMIT 1
-    ) IS NOT NULL
-"""
-_LOCK = """, LATERAL (
-            SELECT FROM project_shares WHERE project = share.project FOR NO KEY UPDATE SKIP LOCKED
-        ) AS lock"""
-_NEXT = f"""
-    -- projects whose share another claim is changing are passed over, unless there are no others
-    (SELECT * FROM ({_CANDIDATE.format(lock=_LOCK)}) AS free LIMIT 1)
-    UNION ALL
-    (SELECT * FROM ({_CANDIDATE.format(lock="")}) AS any_project LIMIT 1)
-    LIMIT 1
-"""
-_OVERDUE = f"""
-    SELECT id, project, priority, width, height, num_frames,
-        (SELECT coalesce(max(last_start), 0) FROM project_shares) AS clock
-    FROM jobs WHERE state = 'queued' AND hold IS NULL AND id = (
-        SELECT first.id FROM (VALUES (1), (2)) AS urgency (priority), project_shares AS share, LATERAL (
-            SELECT id, run_at FROM jobs WHERE {_READY} AND run_at < now() - make_interval(secs => :patience)
-            ORDER BY run_at, id LIMIT 1
-        ) AS first
-        WHERE share.project <> ALL (ARRAY(SELECT project FROM queue_pauses))
-            AND '*' <> ALL (ARRAY(SELECT project FROM queue_pauses))
-        ORDER BY first.run_at, first.id LIMIT 1
-    )
-    FOR NO KEY UPDATE SKIP LOCKED
-"""
-_MORE_URGENT = text(f"""
-SELECT 1 AS waits FROM (VALUES (0), (1)) AS urgency (priority), project_shares AS share, LATERAL (
-    SELECT id FROM jobs WHERE {_READY} ORDER BY run_at, id LIMIT 1
-) AS first
-WHERE urgency.priority < :than AND share.project <> ALL (ARRAY(SELECT project FROM queue_pauses))
-    AND '*' <> ALL (ARRAY(SELECT project FROM queue_pauses))
-LIMIT 1
-""")
-_CLAIM = """
-WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
-    {ready}
-), charge AS MATERIALIZED (
-    SELECT ready.*, CASE WHEN coalesce(  -- who waits alone has nobody to share with
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
-            AND project > ready.project ORDER BY project LIMIT 1),
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
-            AND project < ready.project ORDER BY project DESC LIMIT 1)
-    ) IS NOT NULL THEN coalesce(
-        (SELECT run_p50 FROM measured_times AS times WHERE times.model = :model
-            AND times.width = ready.width AND times.height = ready.height AND times.num_frames = ready.num_frames),
-        -- as other shapes take, in proportion; of which nothing is known, the work itself
-        ready.num_frames * ready.width * ready.height / 1e8::float * coalesce(
-            (SELECT sum(num_jobs * run_p50) / sum(num_jobs * (num_frames * width * height / 1e8::float))
-                FROM measured_times WHERE measured_times.model = :model),
-            1
-        )
-    ) * coalesce((SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = :owner), 1)
-        / coalesce((SELECT weight FROM projects WHERE name = ready.project), 1)
-    END AS amount FROM ready
-), claimed AS (
-    UPDATE jobs SET state = 'claimed', attempt = attempt + 1, fence = nextval('job_fence_seq'),
-        lease_owner = :owner, lease_until = now() + make_interval(secs => :lease_seconds),
-        phase = NULL, completed_steps = 0, charged = charge.amount
-    FROM charge WHERE jobs.id = charge.id
-    RETURNING {columns}
-), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
-    UPDATE project_shares
-    SET last_start = greatest(virtual_time, charge.clock),
-        virtual_time = greatest(virtual_time, charge.clock) + charge.amount
-    FROM charge WHERE project_shares.project = charge.project AND charge.amount IS NOT NULL
-)
-SELECT * FROM claimed
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimedJob:
-    """What the replica that claimed a job needs to know of it; each a column of `Job`."""
-
-    id: str
-    project: str
-    model: str
-    prompt: str
-    seed: int
-    width: int
-    height: int
-    num_frames: int
-    request: dict[str, Any]
-    attempt: int
-    low_memory: bool
-    fence: int
-    priority: int = 1
-
-
-def more_urgent(*, model: str, owner: str, than: int | BindParameter[int]) -> TextualSelect:
-    """One row, if a job of a more urgent class than `than` could be claimed now."""
-    values = {"model": model, "name": owner.partition("#")[0], "crashed_on_wait": CRASHED_ON_WAIT.total_seconds()}
-    found = _MORE_URGENT.bindparams(**values)
-    found = found.bindparams(than) if isinstance(than, BindParameter) else found.bindparams(than=than)
-    return found.columns(waits=Integer)
-
-
-def claim(
-    *,
-    model: str,
-    owner: str,
-    lease_seconds: float,
-    only: Collection[str] | None = None,
-    patience_seconds: float | None = None,
-) -> TypedReturnsRows[Job]:
-    """QUEUED -> CLAIMED for one ready job, with a new attempt, a new fence and a lease by database time.
-
-    Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
-    Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the GPU
-    seconds that clips of the job's shape took lately, divided by the project's weight; the end of the attempt puts that
-    right by what it really took. A project that comes back from idle starts at the time of those that were busy,
-    without credit.
-    A job that crashed on this replica is left to others for a while, if there are others. Projects that are paused are
-    passed over.
-
-    Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each
-    job looked for in `ix_jobs_claimable`.
-
-    Args:
-        only: names of the columns that are wanted; all without it.
-        patience_seconds: take the job that has waited longest of all projects and of all classes but the most urgent,
-            if it has waited for longer than this; else none. What every claim of the usual kind passes over.
-    """
-    columns = [column for column in Job.__table__.columns if only is None or column.name in only]
-    statement = _CLAIM.format(
-        ready=_NEXT if patience_seconds is None else _OVERDUE,
-        columns=", ".join(f"jobs.{column.name}" for column in columns),
-    )
-    values: dict[str, Any] = {
-        "model": model,
-        "owner": owner,
-        "name": owner.partition("#")[0],
-        "lease_seconds": lease_seconds,
-        "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
-    }
-    if patience_seconds is not None:
-        values["patience"] = patience_seconds
-    return cast(
-        "TypedReturnsRows[Job]", select(Job).from_statement(text(statement).columns(*columns).bindparams(**values))
-    )
 
 
 def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdate[Job]:

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from rushes_core import jobs
+from rushes_core import claims, jobs
 from rushes_core.campaigns import closing, statements
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
@@ -35,7 +35,7 @@ class TestCancel:
         campaigns.stop(campaign_id)
         assert campaigns.read(campaign_id).state == "cancelling"
         # what was open is claimed no more from then on
-        assert campaigns.jobs.run(jobs.claim(model=campaigns.model.name, owner="w", lease_seconds=9)) is None
+        assert campaigns.jobs.run(claims.claim(model=campaigns.model.name, owner="w", lease_seconds=9)) is None
         campaigns.end()
         # the replica still holds one
         assert campaigns.read(campaign_id).state == "cancelling"
@@ -57,7 +57,7 @@ class TestCancel:
         campaign_id = loaded(campaigns, 2)
         campaigns.open(campaign_id, 1)
         with Session(campaigns.engine, expire_on_commit=False) as session, session.begin():
-            claim = jobs.claim(model=campaigns.model.name, owner="worker", lease_seconds=60)
+            claim = claims.claim(model=campaigns.model.name, owner="worker", lease_seconds=60)
             claimed = session.execute(claim).scalar_one()
             # the row is locked, and passed over
             stop = threading.Thread(target=campaigns.stop, args=(campaign_id,))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import pytest
-from rushes_core import backlog, jobs
+from rushes_core import backlog, claims, jobs
 from rushes_core.campaigns.forecast import capacities
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, ProjectShare
@@ -211,7 +211,7 @@ class TestPatience:
         rows.add(project="late", priority=2, run_at=text("now() - interval '20 minutes'"))
         oldest = rows.add(project="early", priority=1, run_at=HOUR_AGO)
         rows.add(project="urgent", priority=0, run_at=text("now() - interval '2 hours'"))
-        overdue = jobs.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
+        overdue = claims.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
         assert rows.run(overdue).id == oldest.id
         rows.run(backlog.pause_queue("late"))
         assert rows.run(overdue) is None
@@ -220,7 +220,7 @@ class TestPatience:
         with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text(_MANY), {"model": MODEL})
             connection.execute(text("ANALYZE jobs, project_shares"))
-            overdue = jobs.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
+            overdue = claims.claim(model=MODEL, owner="worker", lease_seconds=30, patience_seconds=600)
             nodes = list(scans(generic_plan(connection, overdue)))
             assert "ix_jobs_claimable" in {node.get("Index Name") for node in nodes}
             assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "jobs"]

@@ -2,7 +2,7 @@
 
 import threading
 
-from rushes_core import jobs
+from rushes_core import claims, jobs
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_campaign_id
@@ -57,7 +57,7 @@ def test_a_claim_and_an_end_of_jobs_that_are_counted_in_one_row_wait_and_do_not_
         waits = text("SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = :pid")
         wait_until(lambda: bool(watcher.execute(waits, {"pid": ender_pid}).scalar_one()))
     with Session(claimer) as session:
-        statement = jobs.claim(model=MODEL, owner="second", lease_seconds=60)
+        statement = claims.claim(model=MODEL, owner="second", lease_seconds=60)
         assert session.scalars(statement).one().id == waiting.id
     claimer.commit()
     thread.join(30)

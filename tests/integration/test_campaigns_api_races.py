@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from rushes_api.app import create_app
-from rushes_core import jobs
+from rushes_core import claims, jobs
 from rushes_core.campaigns.feeding import Feeder
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
@@ -57,7 +57,7 @@ def test_changes_at_the_same_time(client: TestClient, campaigns: Campaigns) -> N
         feeder.feed()
 
     def work(dice: random.Random) -> None:
-        job = campaigns.jobs.run(jobs.claim(model=campaigns.model.name, owner="worker", lease_seconds=60))
+        job = campaigns.jobs.run(claims.claim(model=campaigns.model.name, owner="worker", lease_seconds=60))
         if job is None or job.fence is None:
             return
         started = campaigns.jobs.run(jobs.start(job.id, fence=job.fence, lease_seconds=60))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rushes_core import backlog, holds, jobs, leftovers
+from rushes_core import backlog, claims, holds, jobs, leftovers
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -107,8 +107,8 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("statement", "index"),
         [
-            (jobs.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
-            (jobs.more_urgent(model=MODEL, owner="w", than=2), "ix_jobs_claimable"),
+            (claims.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
+            (claims.more_urgent(model=MODEL, owner="w", than=2), "ix_jobs_claimable"),
             (backlog.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
             (jobs.reap(), "ix_jobs_leased"),
             (jobs.release_unknown(owner="w", fences=()), "ix_jobs_leased"),
@@ -143,7 +143,7 @@ class TestPlan:
         assert index in {node.get("Index Name") for node in nodes}
 
     def test_a_claim_looks_at_few_rows(self, filled: Connection) -> None:
-        plan = executed_plan(filled, jobs.claim(model=MODEL, owner="w", lease_seconds=30))
+        plan = executed_plan(filled, claims.claim(model=MODEL, owner="w", lease_seconds=30))
         assert 0 < rows_read(plan, "jobs") < 20
 
 

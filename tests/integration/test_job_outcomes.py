@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from rushes_core import jobs, replicas
+from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, JobAttempt, JobEvent, OutboxEvent
 from rushes_core.settings import Settings
@@ -186,7 +186,7 @@ class TestQuarantine:
         rows.add()
         up(rows, "other#1")
         crash(rows, "one#1")
-        rows.run(update(Job).values(run_at=func.now() - jobs.CRASHED_ON_WAIT * 1.1).returning(Job.id))
+        rows.run(update(Job).values(run_at=func.now() - claims.CRASHED_ON_WAIT * 1.1).returning(Job.id))
         assert rows.claim("one#2") is not None
 
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from alembic import command
 from psycopg.pq import TransactionStatus
-from rushes_core import jobs
+from rushes_core import claims
 from rushes_core.database import alembic_config, create_sync_engine, migrate
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import OperationalError
@@ -122,7 +122,7 @@ def test_jobs_that_waited_before_the_upgrade_are_claimed_after_it(stack: SharedS
         )
     migrate(settings)
     with Session(engine) as session:
-        job = session.scalars(jobs.claim(model="tiny", owner="w", lease_seconds=30)).one()
+        job = session.scalars(claims.claim(model="tiny", owner="w", lease_seconds=30)).one()
         assert (job.id, job.generation) == ("video_1", 1)
     engine.dispose()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rushes_api.app import create_app
-from rushes_core import jobs, replicas
+from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -89,7 +89,7 @@ class JobDriver:
         with self._transaction() as session:
             first = datetime.now(UTC) - timedelta(days=1)
             job = session.execute(update(Job).where(Job.id == job_id).values(run_at=first, priority=0).returning(Job))
-            claim = jobs.claim(model=job.scalar_one().model, owner=self.OWNER, lease_seconds=60)
+            claim = claims.claim(model=job.scalar_one().model, owner=self.OWNER, lease_seconds=60)
             claimed = session.execute(claim).scalar_one()
         assert claimed.id == job_id
         return claimed

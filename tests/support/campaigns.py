@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rushes_core import jobs
+from rushes_core import claims, jobs
 from rushes_core.campaigns import closing
 from rushes_core.campaigns.tables import Campaign, CampaignCount, CampaignLineError
 from rushes_core.database import create_sync_engine
@@ -165,7 +165,7 @@ class Campaigns:
 
     def start(self, line: int) -> Job:
         """The one open job, which is of this line, running."""
-        job = self.jobs.run(jobs.claim(model=self.model.name, owner="worker", lease_seconds=60))
+        job = self.jobs.run(claims.claim(model=self.model.name, owner="worker", lease_seconds=60))
         assert job is not None
         assert job.line == line
         return self.jobs.run(jobs.start(job.id, fence=job.fence, lease_seconds=60))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rushes_core import jobs
+from rushes_core import claims, jobs
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from sqlalchemy import Engine, text
@@ -48,7 +48,7 @@ class JobRows:
         return self.run(jobs.create(**(defaults | values)))
 
     def claim(self, owner: str = "worker", lease_seconds: float = 30) -> Job | None:
-        return self.run(jobs.claim(model=MODEL, owner=owner, lease_seconds=lease_seconds))
+        return self.run(claims.claim(model=MODEL, owner=owner, lease_seconds=lease_seconds))
 
     def claimed(self, **values: Any) -> Job:
         """A new job, claimed. Nothing else may be queued."""

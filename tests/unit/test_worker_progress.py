@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from rushes_core.jobs import ClaimedJob
+from rushes_core.claims import ClaimedJob
 from rushes_core.states import Phase
 from rushes_worker.progress import DEFAULT_SECONDS, Progress
 from rushes_worker.stage_times import StageTimes

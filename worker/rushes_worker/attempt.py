@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from rushes_core.claims import ClaimedJob
 from rushes_core.clip import Clip
 from rushes_core.contract import InferenceContract
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, StorageError
-from rushes_core.jobs import ClaimedJob
 from rushes_core.log import get_logger
 from rushes_core.states import JobState, Phase
 from rushes_core.storage import Destination, ObjectStore, result_key

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from psycopg.rows import DictRow
-from rushes_core import jobs, measured, replicas
+from rushes_core import claims, jobs, measured, replicas
+from rushes_core.claims import ClaimedJob
 from rushes_core.errors import RushesError
-from rushes_core.jobs import ClaimedJob
 from rushes_core.log import get_logger
 from rushes_core.models import Job, Replica
 from rushes_core.prepared import Prepared
@@ -66,10 +66,11 @@ class Ledger:
             "lease_seconds": self._lease_seconds,
             "only": columns,
         }
-        self._claim = Prepared(jobs.claim(**claim))
-        self._claim_overdue = Prepared(jobs.claim(**claim, patience_seconds=settings.patience_seconds))
+        self._claim = Prepared(claims.claim(**claim, may_wait=False))
+        self._claim_any = Prepared(claims.claim(**claim))
+        self._claim_overdue = Prepared(claims.claim(**claim, patience_seconds=settings.patience_seconds))
         self._more_urgent = Prepared(
-            jobs.more_urgent(model=model, owner=replica_id, than=bindparam("than", type_=Integer))
+            claims.more_urgent(model=model, owner=replica_id, than=bindparam("than", type_=Integer))
         )
         self._start = Prepared(_lean(jobs.start(job_id, fence=fence, lease_seconds=self._lease_seconds)))
         self._complete = Prepared(
@@ -84,7 +85,7 @@ class Ledger:
     def claim(self, known: Collection[int], *, by_class: bool = False) -> Claim | None:
         """The next job of this model, or None.
 
-        One in `jobs.OVERDUE_EVERY` is the one that has waited longest of those that were passed over for too long.
+        One in `claims.OVERDUE_EVERY` is the one that has waited longest of those that were passed over for too long.
 
         Args:
             known: fences that this replica holds already.
@@ -98,9 +99,9 @@ class Ledger:
             self._release_unknown(known)
         self._may_hold_unknown = True
         asked_at = time.monotonic()
-        is_turn = not by_class and self._num_claims % jobs.OVERDUE_EVERY == jobs.OVERDUE_EVERY - 1
+        is_turn = not by_class and self._num_claims % claims.OVERDUE_EVERY == claims.OVERDUE_EVERY - 1
         overdue = self._fetch(self._claim_overdue) if is_turn else None
-        row = overdue or self._fetch(self._claim)
+        row = overdue or self._fetch(self._claim) or self._fetch(self._claim_any)
         self._may_hold_unknown = False
         if row is None:
             return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from rushes_core.jobs import ClaimedJob
+from rushes_core.claims import ClaimedJob
 from rushes_core.states import Phase
 
 from rushes_worker.progress import DEFAULT_SECONDS

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rushes_core import jobs, storage
+from rushes_core import claims, jobs, storage
 from rushes_core.models import Job
 from rushes_core.predicates import in_states
 from rushes_core.states import JobState, sources
@@ -143,8 +143,8 @@ def _no_pause() -> None:
     """Claims take jobs of paused projects."""
     paused = "ARRAY(SELECT project FROM queue_pauses)"
     for name in ("_CANDIDATE", "_CLAIM"):
-        setattr(jobs, name, getattr(jobs, name).replace(paused, "ARRAY[]::text[]"))
-    assert paused not in jobs._CANDIDATE + jobs._CLAIM  # pyright: ignore[reportPrivateUsage]
+        setattr(claims, name, getattr(claims, name).replace(paused, "ARRAY[]::text[]"))
+    assert paused not in claims._CANDIDATE + claims._CLAIM  # pyright: ignore[reportPrivateUsage]
 
 
 def commit_after_answer(*, seconds: float) -> None:

@@ -152,7 +152,7 @@ def old_snapshot(cluster: Cluster) -> None:
 
 def _claim_times(cluster: Cluster, *, count: int) -> list[float]:
     """Seconds that claims and releases of another model's jobs take, sorted."""
-    from rushes_core import jobs
+    from rushes_core import claims, jobs
     from rushes_core.database import create_sync_engine
     from rushes_core.ids import new_video_id
     from sqlalchemy.orm import Session
@@ -166,7 +166,7 @@ def _claim_times(cluster: Cluster, *, count: int) -> list[float]:
     for _ in range(count):
         began = time.monotonic()
         with Session(engine, expire_on_commit=False) as session, session.begin():
-            job = session.execute(jobs.claim(model="nobody's", owner="harness#1", lease_seconds=30)).scalar_one()
+            job = session.execute(claims.claim(model="nobody's", owner="harness#1", lease_seconds=30)).scalar_one()
         times.append(time.monotonic() - began)
         with Session(engine) as session, session.begin():
             session.execute(jobs.release(job.id, fence=job.fence))
