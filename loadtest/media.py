@@ -2,9 +2,11 @@
 
     python loadtest/media.py finish --seconds 5 10 15 --rate 100
     python loadtest/media.py presets
+    python loadtest/media.py many --clips 500
 
 `finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
 clip. `presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in.
+`many` has one process make clip after clip, and prints what it holds after each fifth of them.
 """
 
 import argparse
@@ -46,6 +48,10 @@ def main() -> None:
     presets.add_argument("--presets", nargs="+", choices=PRESETS["libx264"], default=PRESETS["libx264"][:-1])
     presets.add_argument("--crf", type=int, nargs="+", default=[EncoderSettings().crf])
     presets.set_defaults(run=_presets)
+    many = actions.add_parser("many")
+    many.add_argument("--clips", type=int, default=500)
+    many.add_argument("--size", default="480x480")
+    many.set_defaults(run=_many)
     for action in (finish, presets):
         cores = len(os.sched_getaffinity(0))
         default = max(1, min(8, cores // 2))
@@ -80,7 +86,7 @@ def _finish_clips(frames: np.ndarray, settings: EncoderSettings, arguments: argp
             handed_over, ended, made = _hand_over(media, Path(folder), frames, arguments.rate)
             figures.append((ended - handed_over[-1], _cpu_seconds(media.pid) - before, made.facts.bytes))
         waits, costs, sizes = zip(*figures, strict=True)
-        memory = _peak_mib(media.pid)
+        memory = _status_kib(media.pid, "VmHWM") // 1024
     print(
         json.dumps(
             {
@@ -140,6 +146,26 @@ def _print_timeline(made: MadeClip, handed_over: list[float], ended: float) -> N
     for what, start, stop in sorted(rows, key=lambda row: row[1]):
         print(f"| {what} | {(start - zero) * 1e3:.0f} | {(stop - zero) * 1e3:.0f} |")
     print(f"| finished | | {(ended - zero) * 1e3:.0f} |", flush=True)
+
+
+def _many(arguments: argparse.Namespace) -> None:
+    width, height = map(int, arguments.size.split("x"))
+    frames = np.ascontiguousarray(scenes.drift(Clip.for_seconds(4).num_frames)[:, :height, :width])
+    settings = EncoderSettings(encoders=2)
+    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, MediaProcess(settings) as media:
+        for number in range(1, arguments.clips + 1):
+            _hand_over(media, Path(folder), frames, 0)
+            if number % max(1, arguments.clips // 5) == 0 or number == 10:
+                proc = Path(f"/proc/{media.pid}")
+                figures = {
+                    "case": "many",
+                    "clips": number,
+                    "rss_mib": round(_status_kib(media.pid, "VmRSS") / 1024, 1),
+                    "open_files": len(list((proc / "fd").iterdir())),
+                    "threads": len(list((proc / "task").iterdir())),
+                    "load_average": Path("/proc/loadavg").read_text().split()[0],
+                }
+                print(json.dumps(figures), flush=True)
 
 
 def _presets(arguments: argparse.Namespace) -> None:
@@ -230,11 +256,10 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _peak_mib(pid: int) -> int:
-    """The most memory that a process had, mapped frames included."""
+def _status_kib(pid: int, field: str) -> int:
+    """`VmHWM`, the most memory that a process had, mapped frames included, or `VmRSS`, what it has."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (peak,) = (line for line in lines if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) // 1024
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
 
 if __name__ == "__main__":
