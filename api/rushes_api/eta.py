@@ -219,7 +219,7 @@ class Forecast:
         of_model = replicas.up(seen_within_seconds=self._seen_within_seconds).where(Replica.model == self._model)
         up = (await session.execute(of_model)).scalars().all()
         undrained = [replica for replica in up if replica.drain_requested_at is None]
-        sizes = [_num_gpus(replica.layout) for replica in undrained if replica.state in ("ready", "busy")]
+        sizes = [num_gpus(replica.layout) for replica in undrained if replica.state in ("ready", "busy")]
         leased = select(Job.state, Job.phase, Job.width, Job.height, Job.num_frames, Job.started_at)
         held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
         pauses = (await session.execute(backlog.queue_pauses())).scalars()
@@ -239,8 +239,8 @@ def _leased(row: Any) -> Leased:
     return Leased(row.state is JobState.RUNNING, row.phase, (row.width, row.height, row.num_frames), row.started_at)
 
 
-def _num_gpus(layout: str) -> int:
-    # rRsS: R replicas of S each
+def num_gpus(layout: str) -> int:
+    """Devices of each replica of a layout `rRsS`: R replicas of S each."""
     return int(layout.rpartition("s")[2])
 
 

@@ -22,6 +22,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rushes_api.eta import num_gpus
+from rushes_api.job_histograms import JobHistograms
+
 log = get_logger(__name__)
 
 KEPT_SECONDS = 1.0
@@ -111,6 +114,7 @@ class CountRequests:
 class _DatabaseFigures(Collector):
     def __init__(self) -> None:
         self._reading: _Reading | None = None
+        self._histograms = JobHistograms()
 
     async def refresh(self, sessions: async_sessionmaker[AsyncSession], *, seen_within_seconds: float) -> None:
         if self._reading is not None and time.monotonic() - self._reading.at < KEPT_SECONDS:
@@ -118,6 +122,7 @@ class _DatabaseFigures(Collector):
         try:
             async with sessions() as session:
                 await session.connection(execution_options=EACH_ALONE)
+                await self._histograms.refresh(session)
                 self._reading = await _read(session, seen_within_seconds)
         except (DBAPIError, PoolTimeout, OSError) as error:
             log.warning("metrics_incomplete", error=str(error).splitlines()[0])
@@ -129,8 +134,9 @@ class _DatabaseFigures(Collector):
         if reading is not None:
             yield from _queue_figures(reading)
             yield _campaign_figures(reading)
-            yield _replica_figures(reading)
+            yield from _replica_figures(reading)
             yield from _time_figures(reading)
+            yield from self._histograms.families()
             yield from _webhook_figures(reading)
 
 
@@ -178,14 +184,17 @@ def _campaign_figures(reading: _Reading) -> Metric:
     return family
 
 
-def _replica_figures(reading: _Reading) -> Metric:
-    family = GaugeMetricFamily("rushes_replicas", "Replicas that were heard of lately", labels=["model", "status"])
-    counts: dict[tuple[str, str], int] = {}
+def _replica_figures(reading: _Reading) -> Iterable[Metric]:
+    labels = ["model", "status"]
+    replicas_up = GaugeMetricFamily("rushes_replicas", "Replicas that were heard of lately", labels=labels)
+    gpus = GaugeMetricFamily("rushes_gpus", "Devices that they have", labels=labels)
+    layouts: dict[tuple[str, str], list[str]] = {}
     for replica in reading.replicas:
-        counts[replica.model, replica.state] = counts.get((replica.model, replica.state), 0) + 1
-    for labels, count in sorted(counts.items()):
-        family.add_metric(labels, count)
-    return family
+        layouts.setdefault((replica.model, replica.state), []).append(replica.layout)
+    for values, found in sorted(layouts.items()):
+        replicas_up.add_metric(values, len(found))
+        gpus.add_metric(values, sum(map(num_gpus, found)))
+    return replicas_up, gpus
 
 
 def _webhook_figures(reading: _Reading) -> Iterable[Metric]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Self
 
@@ -16,6 +17,9 @@ _MAX_JOBS = 1_000
 """Completed jobs that one pass looks at, the latest."""
 _MAX_JOBS_PER_SHAPE = 50
 """More would keep the times of a slower deployment alive for long."""
+
+_COMMIT_SECONDS = 5.0
+"""How long the transaction that completes a job takes at most."""
 
 _MEASURE = text(f"""
 WITH last AS (
@@ -80,6 +84,45 @@ def recent(quantiles: Sequence[float]) -> TextClause:
     `wait` is null where all of them had been retried, whose times are not kept.
     """
     return _RECENT.bindparams(max_jobs=_MAX_JOBS, quantiles=list(quantiles))
+
+
+_TODAY = text(f"""
+SELECT date_trunc('day', now() AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' AS since,
+    now() - make_interval(secs => {_COMMIT_SECONDS}) AS until
+""")
+_COMPLETED = text(f"""
+WITH ended AS (
+    SELECT width, height, num_frames, extract(epoch FROM finished_at - started_at)::float AS run,
+        CASE WHEN generation = 1 THEN extract(epoch FROM started_at - created_at)::float END AS wait,
+        attempt::float AS attempts
+    FROM jobs WHERE {RESULT_RETAINED} AND started_at IS NOT NULL AND finished_at > :after AND finished_at <= :until
+), figures AS (
+    SELECT width, height, num_frames, kind, figure,
+        (SELECT count(*) FROM unnest(bounds) AS bound WHERE bound < figure) AS num_below
+    FROM ended, LATERAL (VALUES
+        ('run', run, CAST(:run AS float[])),
+        ('wait', wait, CAST(:wait AS float[])),
+        ('attempts', attempts, CAST(:attempts AS float[]))
+    ) AS each (kind, figure, bounds) WHERE figure IS NOT NULL
+)
+SELECT width, height, num_frames, kind, num_below, count(*) AS num_jobs, sum(figure) AS total
+FROM figures GROUP BY width, height, num_frames, kind, num_below
+""")
+
+
+def today() -> TextClause:
+    """`since`, when the day began (UTC), and `until`: what completed by then is seen by everybody."""
+    return _TODAY
+
+
+def completed(*, after: datetime, until: datetime, bounds: Mapping[str, Sequence[float]]) -> TextClause:
+    """What the jobs that completed then and whose clips are kept were like, counted by shape.
+
+    Columns: `width`, `height`, `num_frames`, `kind` (`run` and `wait` in seconds, `attempts`), `num_below`, how many of
+    the `bounds` of that kind lie below the figure, `num_jobs` of which that is so, and `total` of their figures.
+    """
+    limits = {kind: list(values) for kind, values in bounds.items()}
+    return _COMPLETED.bindparams(after=after, until=until, **limits)
 
 
 def measured(model: str) -> Select[MeasuredTime]:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 from support.api import AUTHORIZED, JobDriver, offline_settings
 from support.checkpoints import tiny_checkpoint
+from support.waiting import wait_until
 
 Labels = dict[str, str]
 
@@ -101,6 +102,61 @@ def test_times_of_the_last_completed_jobs_are_told_by_size(
     assert value(client, "rushes_recent_run_seconds", quantile="0.8", **shape) == 12
     assert value(client, "rushes_recent_wait_seconds", quantile="0.8", **shape) == 30
     assert value(client, "rushes_recent_jobs", **shape) == 1
+
+
+def complete(client: TestClient, driver: JobDriver, tmp_path: Path, *, ran: float, ago: float, attempt: int = 1) -> str:
+    """A job that waited for 30 seconds, ran for `ran` and was completed `ago` seconds before now."""
+    video_id: str = client.post("/v1/videos", json={"prompt": "a dog", "size": "480x480"}).json()["id"]
+    driver.complete(video_id, b"clip", tmp_path)
+    finished_at = datetime.now(UTC) - timedelta(seconds=ago)
+    started_at = finished_at - timedelta(seconds=ran)
+    times = {"finished_at": finished_at, "started_at": started_at, "created_at": started_at - timedelta(seconds=30)}
+    with Session(driver.engine) as session, session.begin():
+        session.execute(update(Job).where(Job.id == video_id).values(attempt=attempt, **times))
+    return video_id
+
+
+def seconds_of_the_day() -> float:
+    now = datetime.now(UTC)
+    return (now - now.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds()
+
+
+def test_jobs_of_the_day_are_counted_by_how_long_they_took(
+    client: TestClient, driver: JobDriver, tmp_path: Path, api_settings: Settings
+) -> None:
+    wait_until(lambda: 20 < seconds_of_the_day() < 86_300, timeout_seconds=130)
+    complete(client, driver, tmp_path, ran=1, ago=seconds_of_the_day() + 60)
+    first = complete(client, driver, tmp_path, ran=10, ago=8)
+    complete(client, driver, tmp_path, ran=10.5, ago=7, attempt=3)
+    name, shape = "rushes_job_run_seconds", {"size": "480x480", "num_frames": "107"}
+
+    def buckets(of: TestClient) -> list[float]:
+        return [value(of, f"{name}_bucket", le=le, **shape) for le in ("5", "10", "15", "+Inf")]
+
+    def process() -> TestClient:
+        return TestClient(create_app(api_settings), headers=AUTHORIZED)
+
+    with process() as one:
+        assert buckets(one) == [0, 1, 2, 2]
+        assert (value(one, f"{name}_sum", **shape), value(one, f"{name}_count", **shape)) == (20.5, 2)
+        assert value(one, "rushes_job_wait_seconds_bucket", le="30", **shape) == 2
+        assert value(one, "rushes_job_wait_seconds_bucket", le="20", **shape) == 0
+        assert [value(one, "rushes_job_attempts_bucket", le=le, **shape) for le in ("1", "2", "3")] == [1, 1, 2]
+        # others may complete in the last seconds without being seen: these are counted later, and nothing twice
+        complete(client, driver, tmp_path, ran=2, ago=-3_600)
+        assert buckets(one) == [0, 1, 2, 2]
+        complete(client, driver, tmp_path, ran=2, ago=0)
+        client.delete(f"/v1/videos/{first}").raise_for_status()
+        wait_until(lambda: buckets(one) == [1, 2, 3, 3])
+        with process() as later:
+            assert buckets(later) == [1, 1, 2, 2]
+
+
+def test_devices_are_counted_by_what_their_replica_does(client: TestClient, driver: JobDriver) -> None:
+    driver.report_replica(model="tiny", state="busy")
+    with driver.engine.begin() as connection:
+        connection.execute(text("UPDATE replicas SET layout = 'r2s4'"))
+    assert value(client, "rushes_gpus", model="tiny", status="busy") == 4
 
 
 def test_it_takes_a_key_of_an_operator_unless_it_is_open(client: TestClient, api_settings: Settings) -> None:
