@@ -28,7 +28,7 @@ from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.campaigns.tables import BUDGET, Campaign
+from rushes_core.campaigns.tables import BUDGET_ERROR, Campaign
 from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
@@ -67,7 +67,7 @@ _MUST_STOP = or_(_IS_CANCELLED, _IS_LATE, _IS_CALLED_BACK)
 
 def _held(job_id: _Id, fence: _Fence, target: JobState) -> ColumnElement[bool]:
     held_in = [state for state in sources(target) if state in LEASED_STATES]
-    return and_(Job.id == job_id, Job.fence == fence, in_states(*held_in))
+    return and_(Job.id == job_id, Job.fence == fence, or_(*(Job.state == state for state in held_in)))
 
 
 _RELEASED = {"lease_owner": None, "lease_until": None}
@@ -286,7 +286,7 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
     """
     up_at = func.pg_postmaster_start_time()
     dead = (
-        select(Job.id)
+        select(Job.id, Job.api_key, Job.campaign_id)
         .where(
             IS_LEASED,
             Job.lease_until < func.now() - timedelta(seconds=1),
@@ -298,9 +298,16 @@ def reap(*, limit: int = 50) -> ReturningUpdate[Job]:
         .cte("dead")
         .prefix_with("MATERIALIZED", dialect="postgresql")
     )
+    # several at once lock the usage of keys, and counts of campaigns, in one order
+    in_order = (
+        select(dead.c.id)
+        .order_by(dead.c.api_key, dead.c.campaign_id, dead.c.id)
+        .cte("in_order")
+        .prefix_with("MATERIALIZED", dialect="postgresql")
+    )
     was_heard_of = exists().where(Replica.id == Job.lease_owner, Replica.last_seen > Job.lease_until)
     values = _after_loss(LEASE_LOST, crashed=~was_heard_of)
-    return _update_jobs().where(Job.id == dead.c.id).values(**values).returning(Job)
+    return _update_jobs().where(Job.id == in_order.c.id).values(**values).returning(Job)
 
 
 def expire(*, limit: int = 200) -> ReturningUpdate[Job]:
@@ -445,8 +452,8 @@ _QUEUED, _FAILED, _CANCELLED = (
 )
 _BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
 _WHY_CANCELLED = func.coalesce(
-    select(Campaign.errors["data"][0].op("-")(literal_column("ARRAY['param', 'line']")))
-    .where(Campaign.id == Job.campaign_id, Campaign.state == "cancelling", Campaign.hold_reason == BUDGET)
+    select(literal_column(BUDGET_ERROR, Job.error.type))
+    .where(Campaign.id == Job.campaign_id)
     .correlate(Job)
     .scalar_subquery(),
     _BY_USER,

@@ -278,6 +278,12 @@ def test_database_allows_exactly_the_transitions_of_the_table(rows: JobRows, old
         ("progress_100_iff_completed", "progress = 100"),
         ("progress_is_percent", "progress = -1"),
         ("priority_is_a_class", "priority = 3"),
+        ("state", "state = 'lost'"),
+        (
+            "no_error_when_completed",
+            "state = 'completed', finished_at = now(), progress = 100, result = '{}', error = '{}'",
+        ),
+        ("hold_only_while_queued", "state = 'cancelled', finished_at = now(), hold = 'campaign'"),
     ],
 )
 def test_database_refuses_an_impossible_row(rows: JobRows, constraint: str, values: str) -> None:
@@ -285,8 +291,17 @@ def test_database_refuses_an_impossible_row(rows: JobRows, constraint: str, valu
     with rows.engine.connect() as connection:
         # triggers off: the guard would refuse some of these first
         connection.execute(text("SET LOCAL session_replication_role = replica"))
-        with pytest.raises(IntegrityError, match=constraint):
+        with pytest.raises(IntegrityError, match=f"violates {constraint}"):
             connection.execute(text(f"UPDATE jobs SET {values} WHERE id = :id"), {"id": job.id})
+
+
+def test_a_job_that_is_deleted_from_its_table_takes_its_history_along(rows: JobRows) -> None:
+    kept, gone = rows.running(), rows.running()
+    with rows.engine.begin() as connection:
+        connection.execute(text("DELETE FROM jobs WHERE id = :id"), {"id": gone.id})
+        for table in ("job_attempts", "job_events"):
+            left = connection.execute(text(f"SELECT DISTINCT job_id FROM {table}")).scalars().all()
+            assert left == [kept.id]
 
 
 def test_a_fence_that_does_not_rise_is_refused(rows: JobRows) -> None:

@@ -26,8 +26,9 @@ class Connections:
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
-        # a statement that is run all the time is not planned again to see whether its values would have helped
-        self._arguments["options"] += " -c plan_cache_mode=force_generic_plan"
+        # a statement that is run all the time is not planned again to see whether its values would have helped; and a
+        # plan that was made for a small table looks its rows up all the same when thousands were added
+        self._arguments["options"] += " -c plan_cache_mode=force_generic_plan -c enable_seqscan=off"
         self._free: list[Connection[DictRow]] = []
         self._planned_at: dict[Connection[DictRow], float] = {}
         self._slots = threading.BoundedSemaphore(_MAX_OPEN)

@@ -32,7 +32,7 @@ from sqlalchemy.sql.selectable import TextualSelect
 from rushes_core import jobs
 from rushes_core.campaigns import feeder
 from rushes_core.campaigns.loading import Lease, is_held, lease_end, leased
-from rushes_core.campaigns.tables import ACTIVE_STATES, BUDGET, Campaign, CampaignCount
+from rushes_core.campaigns.tables import ACTIVE_STATES, BUDGET, BUDGET_ERROR, Campaign, CampaignCount
 from rushes_core.models import Job
 from rushes_core.predicates import IS_LEASED
 
@@ -71,8 +71,7 @@ _IS_TO_CLOSE = """(state = 'cancelling' OR state = 'in_progress' AND expires_at 
     AND (SELECT sum(queued) FROM campaign_counts WHERE campaign_id = campaigns.id) > 0"""
 _TO_CLOSE = text(f"""
 SELECT id, CASE state WHEN 'cancelling' THEN 'cancelled' ELSE 'expired' END AS target,
-    CASE WHEN state = 'cancelling' AND hold_reason = '{BUDGET}'
-        THEN (errors -> 'data' -> 0) - ARRAY['param', 'line'] END AS why
+    {BUDGET_ERROR} AS why
 FROM campaigns
 WHERE {_IS_TO_CLOSE}
 ORDER BY id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED

@@ -14,6 +14,11 @@ ACTIVE_STATES = ("validating", "in_progress", "finalizing", "cancelling")
 """Those in which somebody still has to do something."""
 BUDGET = "budget"
 """As `hold_reason`: the budget is too small for one more clip. Of a campaign that is being cancelled: that is why."""
+BUDGET_ERROR = (
+    f"CASE WHEN campaigns.state = 'cancelling' AND campaigns.hold_reason = '{BUDGET}' "
+    "THEN (campaigns.errors -> 'data' -> 0) - ARRAY['param', 'line'] END"
+)
+"""SQL for the error that jobs get of a campaign that is cancelled because its budget is used up; null: not that."""
 NUM_SHARDS = 8
 """Rows that the numbers of a campaign are spread over."""
 
