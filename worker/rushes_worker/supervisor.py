@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from rushes_core.storage import ObjectStore
 from rushes_worker.assignment import EXIT_UNFIT, Assignment
 from rushes_worker.child import end_with_parent
 from rushes_worker.claimer import Claimer
+from rushes_worker.commands import Loading, Ready
 from rushes_worker.crashes import Crashes
 from rushes_worker.deadlines import Deadlines
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
@@ -43,6 +44,7 @@ from rushes_worker.media.process import MediaProcess
 from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.node_link import NodeLink, Welcome, secret_of
 from rushes_worker.node_port import NodePort
+from rushes_worker.pipeline.options import revision_of
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
@@ -52,6 +54,8 @@ from rushes_worker.wake import Wake
 log = get_logger("rushes_worker.supervisor")
 
 _MAX_BACKOFF_SECONDS = 30.0
+_SHOW_SECONDS = 2.0
+"""How often the progress of a load is logged and shown."""
 
 
 class Supervisor:
@@ -71,7 +75,10 @@ class Supervisor:
         self._plan = _plan(settings, assignment)
         self._epoch = 0
         self._failures = 0
-        revision = contract.checkpoint_content_sha256 or contract.base_model_revision
+        served = contract
+        if instead := revision_of(self._plan.options):
+            served = replace(contract, checkpoint_content_sha256=None, base_model_revision=instead)
+        revision = served.checkpoint_content_sha256 or served.base_model_revision
         self._checkpoint = {"model_id": contract.model_id, "revision": revision}
         self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         model = model_name(settings, contract)
@@ -99,7 +106,7 @@ class Supervisor:
         self._spool = Spool(max_jobs=settings.spool_jobs, max_bytes=settings.spool_bytes, on_change=self._poke)
         self._crashes = Crashes(settings.drain_after_crashes)
         self._runner = Runner(
-            contract=contract,
+            contract=served,
             provenance=settings.provenance,
             deadlines=Deadlines.of(settings),
             ledger=self._ledger,
@@ -182,12 +189,25 @@ class Supervisor:
         return link
 
     def _await_ready(self, group: RankGroup) -> None:
+        shown: Loading | None = None
+        shown_at = float("-inf")
         while not group.is_ready and not self._stopping.requested:
             group.wait(self._settings.poll_seconds, self._wake)
             self._wake.clear()
+            loading, now = group.loading, time.monotonic()
+            if loading is None or loading == shown:
+                continue
+            is_new_stage = shown is None or loading.stage != shown.stage
+            if is_new_stage or now - shown_at >= _SHOW_SECONDS:
+                shown, shown_at = loading, now
+                progress = _progress_of(loading)
+                log.info("replica_loading", epoch=group.epoch, **progress)
+                self._heartbeat.describe(detail=self._detail() | {"ranks": group.pids, "loading": progress})
         if group.is_ready:
             group.relax()
-            log.info("replica_ready", epoch=group.epoch, devices=[rank.device for rank in group.devices])
+            seconds = dict(group.devices[0].seconds)
+            devices = [rank.device for rank in group.devices]
+            log.info("replica_ready", epoch=group.epoch, devices=devices, seconds=seconds)
 
     def _serve(self, group: RankGroup) -> None:
         self._claimer.open()
@@ -242,7 +262,7 @@ class Supervisor:
             "pid": os.getpid(),
             "checkpoint": self._checkpoint,
             "ranks": [] if group is None else group.pids,
-            "devices": [] if group is None else [asdict(rank) for rank in group.devices],
+            "devices": [] if group is None else [_device_of(rank) for rank in group.devices],
             "failures": self._failures,
             "crashed_jobs": self._crashes.jobs,
         }
@@ -279,6 +299,21 @@ class Supervisor:
         self._heartbeat.describe(state="stopped", job_id=None)
         self._heartbeat.close()
         log.info("replica_stopped")
+
+
+def _progress_of(loading: Loading) -> dict[str, Any]:
+    """What is shown of a load: `stage`, `percent` of the weights, `gb_per_second` and `seconds_left`."""
+    rate, left = loading.bytes_per_second, loading.seconds_left
+    return {
+        "stage": loading.stage,
+        "percent": int(100 * loading.done_bytes / loading.total_bytes) if loading.total_bytes else None,
+        "gb_per_second": None if rate is None else round(rate / 1e9, 2),
+        "seconds_left": None if left is None else round(left, 1),
+    }
+
+
+def _device_of(rank: Ready) -> dict[str, Any]:
+    return {name: value for name, value in asdict(rank).items() if name != "seconds"}
 
 
 def _node_port(

@@ -36,6 +36,11 @@ class PipelineOptions:
         return cls(attention, synthetic_seed)
 
 
+def revision_of(options: Sequence[str]) -> str | None:
+    """What `options` serve instead of the checkpoint's weights, for people; None: those."""
+    return next((word.removeprefix("weights=") for word in options if word.startswith(f"weights={SYNTHETIC}")), None)
+
+
 def seed_of(weights: str) -> int:
     """The seed in `synthetic:SEED`; 0 in `synthetic`.
 
