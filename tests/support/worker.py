@@ -242,12 +242,19 @@ class Worker:
     ) -> None:
         self._start(settings, log, [layout, device, str(nodes)], env)
 
-    def _start(self, settings: Settings, log: Path, arguments: Sequence[str], env: dict[str, str] | None) -> None:
+    def _start(
+        self,
+        settings: Settings,
+        log: Path,
+        arguments: Sequence[str],
+        env: dict[str, str] | None,
+        behind: Sequence[str] = (),
+    ) -> None:
         self.log = log
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "support.worker", *arguments],
+                [*behind, sys.executable, "-P", "-m", "support.worker", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -298,10 +305,22 @@ class Worker:
 
 
 class JoiningNode(Worker):
-    """A running `rushes worker --join`."""
+    """A running `rushes worker --join`.
 
-    def __init__(self, settings: Settings, log: Path, address: str, *, env: dict[str, str] | None = None) -> None:
-        self._start(settings, log, ["join", address], env)
+    Args:
+        behind: a command that runs it somewhere else, as the process that is started.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        address: str,
+        *,
+        env: dict[str, str] | None = None,
+        behind: Sequence[str] = (),
+    ) -> None:
+        self._start(settings, log, ["join", address], env, behind)
 
 
 def _main(arguments: Sequence[str]) -> int:
