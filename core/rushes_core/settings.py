@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveInt, SecretStr, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rushes_core.captures import parse_capacities, parse_captures
+
 NonEmpty = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
 PREFIX = "RUSHES_"
@@ -201,6 +203,14 @@ class Settings(DatabaseSettings):
     """`module:callable` that builds the pipeline of a rank."""
     pipeline_options: str = ""
     """Options of that pipeline, by commas: `attention=hopper`, `triton` or `pytorch`; empty: the device decides."""
+    text_capacities: str = "1024,4096,10240"
+    """Rows that prompts share CUDA graphs for, by commas: multiples of 64 up to 16384, 16 at most. A prompt takes the
+    fewest that hold its tokens, unless they add more than 2 % to the clip's rows; then as many times 64 as it needs."""
+    capture: str = ""
+    """Shapes whose CUDA graphs a worker captures at start, by commas: `1344x768x124`, width, height and frames, for
+    all text capacities, or `1344x768x124x1024` for one. Others are captured when they are first rendered."""
+    graph_bytes: Annotated[int, Field(ge=0)] = 4_294_967_296
+    """GPU memory of a rank that CUDA graphs may take; those least recently used are dropped. 0: no graphs."""
     scratch: Path = Path(gettempdir())
     """Directory for raw frames and unfinished files; each replica makes one of its own below it. An API process has at
     most eight parts of uploads there, 5 MiB each."""
@@ -247,6 +257,17 @@ class Settings(DatabaseSettings):
                         f"{setting}: {name!r} is no name of a bucket, which has 3 to 63 lower-case letters, digits, "
                         "hyphens and single dots, begins and ends with a letter or digit, and is no IP address"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_are_of_served_shapes(self) -> Self:
+        name = "text_capacities"
+        try:
+            capacities = parse_capacities(self.text_capacities)
+            name = "capture"
+            parse_captures(self.capture, capacities)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         return self
 
     @model_validator(mode="after")

@@ -33,9 +33,9 @@ def test_low_memory_plan_decodes_one_tile_at_a_time(tmp_path: Path, monkeypatch:
     decode_unit = pipeline._video_vae.decode_unit
     seen: list[int | None] = []
 
-    def spy(latents: Any, *, tile_batch: int | None = None) -> Any:
+    def spy(latents: Any, *, tile_batch: int | None = None, **others: Any) -> Any:
         seen.append(tile_batch)
-        return decode_unit(latents, tile_batch=tile_batch)
+        return decode_unit(latents, tile_batch=tile_batch, **others)
 
     monkeypatch.setattr(pipeline._video_vae, "decode_unit", spy)
     for low_memory in (False, True):

@@ -33,11 +33,11 @@ class RecordingReporter:
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
         assert unit not in self.units
-        self.units[unit] = frames
+        self.units[unit] = frames.copy()
 
     def audio(self, samples: np.ndarray) -> None:
         assert self.samples is None
-        self.samples = samples
+        self.samples = samples.copy()
 
     @property
     def clip(self) -> np.ndarray:

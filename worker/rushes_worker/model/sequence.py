@@ -142,7 +142,7 @@ class PackedSequence:
             )
         )
         positions_S3 = _shifted(unshifted_S3, text_rows, text_length)
-        cos_SR, sin_SR = rotary_table(positions_S3, config.rope_freq_dim, config.rope_theta)
+        cos_SR, sin_SR = rotary_table(positions_S3.to(device), config.rope_freq_dim, config.rope_theta)
         tiles = tile_map([segment.num_rows for segment in segments[:-1]], grid)
         if text_capacity is not None:
             tiles = tiles.with_spare_rows(text_rows)
@@ -151,8 +151,8 @@ class PackedSequence:
         return cls(
             segments,
             positions_S3,
-            cos_SR.to(device),
-            sin_SR.to(device),
+            cos_SR,
+            sin_SR,
             torch.cat(tags).to(device),
             tiles.to(device),
             None if text_capacity is None else unshifted_S3.to(device),
@@ -187,10 +187,15 @@ class PackedSequence:
         return runs
 
 
+def patches(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
+    """A view of contiguous video latents (C, T, Hl, Wl) in the order of transformer rows: (T, h, w, C, 1, p, p)."""
+    pt, ph, pw = _spatial_patch(patch_size)
+    return rearrange(latents_CTHW, "c (t pt) (h ph) (w pw) -> t h w c pt ph pw", pt=pt, ph=ph, pw=pw)
+
+
 def patchify(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     """Video latents (C, T, Hl, Wl) as transformer rows (T*h*w, C*p*p); a row's features are ordered (C, p, p)."""
-    pt, ph, pw = _spatial_patch(patch_size)
-    return rearrange(latents_CTHW, "c (t pt) (h ph) (w pw) -> (t h w) (c pt ph pw)", pt=pt, ph=ph, pw=pw)
+    return patches(latents_CTHW, patch_size).flatten(0, 2).flatten(1)
 
 
 def unpatchify(

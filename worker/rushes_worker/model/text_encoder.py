@@ -76,9 +76,13 @@ class TextEncoder:
             raise ValueError(f"token ids of shape {tuple(token_ids.shape)}, expected one prompt of at least one token")
         if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
             raise ValueError(f"token ids reach {int(token_ids.max())}, the vocabulary has {self.config.vocab_size}")
+        return self.forward(token_ids.to(self.device))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`encode` of (L,) int64 ids on the device, which are not looked at. A row depends on ids up to its own."""
         angles = torch.arange(len(token_ids), device=self.device).unsqueeze(-1) * self._frequencies  # (L, D/2) fp32
         cos, sin = angles.cos(), angles.sin()
-        x_LM = self._embed(token_ids.to(self.device))
+        x_LM = self._embed(token_ids)
         for layer in self._layers:
             x_LM = layer(x_LM, cos, sin)
         return x_LM

@@ -67,7 +67,9 @@ class Transformer:
             raise ValueError(f"attention provider {provider} cannot be compiled: {error}") from error
         log.info("attention_provider_chosen", provider=provider, device=str(device), asked_for=attention)
         heads = parallel.own_heads(config.num_attention_heads)
-        parameters = Parameters(weights, torch.device(device), dtype)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        parameters = Parameters(weights, self.device, dtype)
         self._config = config
         self._parallel = parallel
         self._heads = heads
@@ -101,6 +103,10 @@ class Transformer:
             (L, C) in the compute dtype, whole on every rank.
         """
         return self._refiner(text_embeds, length)
+
+    def new_rows(self, count: int) -> Tensor:
+        """(count, C) in the compute dtype, not filled."""
+        return torch.empty(count, self._config.hidden_size, dtype=self.dtype, device=self.device)
 
     def prepare(self, sequence: PackedSequence) -> None:
         """Make what attention keeps for sequences of this shape; nothing is made when they are attended to."""

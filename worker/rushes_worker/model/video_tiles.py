@@ -69,7 +69,7 @@ class TileGrid:
         return torch.stack([latents[..., y : y + h, x : x + w] for y, x in corners])
 
 
-def stitch(tiles: Iterable[Tensor], grid: TileGrid) -> Tensor:
+def stitch(tiles: Iterable[Tensor], grid: TileGrid, canvas: Tensor | None = None) -> Tensor:
     """Blend decoded tiles into one canvas.
 
     Each tile fades in over the raw tile above, then over the raw tile to its left; what lies under a later tile is
@@ -77,11 +77,11 @@ def stitch(tiles: Iterable[Tensor], grid: TileGrid) -> Tensor:
 
     Args:
         tiles: (..., h, w) each, row-major, as `grid` counts them.
+        canvas: written instead of a new tensor.
 
     Returns:
         (..., H, W), the dtype of the tiles.
     """
-    canvas: Tensor | None = None
     source = iter(tiles)
     row_above: list[Tensor] = []
     for i, (top, bottom) in enumerate(_kept(grid.tops, grid.height)):

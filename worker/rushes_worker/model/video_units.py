@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from rushes_kernels.pictures import to_pixels
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import VideoVaeConfig
@@ -127,18 +128,17 @@ def cross_fade(tail_before: Tensor, body: Tensor) -> Tensor:
     return fade_in_(body.clone(), tail_before, dim=-3)
 
 
-def to_uint8(frames: Tensor) -> Tensor:
+def to_uint8(frames: Tensor, pixels: Tensor | None = None) -> Tensor:
     """Pixels of decoded frames: the ImageNet normalisation undone, clamped to [0, 1], rounded to 255 steps.
 
     Args:
         frames: (3, f, H, W) fp32, ImageNet-normalised RGB.
+        pixels: written instead of a new tensor.
 
     Returns:
         (f, H, W, 3) uint8 RGB, contiguous, on the device of `frames`.
     """
     _, f, height, width = frames.shape
-    pixels = torch.empty(f, height, width, 3, dtype=torch.uint8, device=frames.device)
-    for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
-        values = frames[channel].mul(std).add_(mean).clamp_(0.0, 1.0).mul_(255.0).round_()
-        pixels[..., channel] = values
-    return pixels
+    if pixels is None:
+        pixels = torch.empty(f, height, width, 3, dtype=torch.uint8, device=frames.device)
+    return to_pixels(frames, IMAGENET_STD, IMAGENET_MEAN, pixels)

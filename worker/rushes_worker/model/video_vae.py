@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from rushes_kernels.heads_attention import attend_heads
 from rushes_kernels.norm import Update, norm_rotate_heads_, norm_rows_
+from rushes_kernels.pictures import stitch_patches
+from rushes_kernels.plain import may_run_kernel
 from rushes_kernels.swiglu import swiglu
 from torch import Tensor
 
@@ -69,13 +71,16 @@ class VideoVaeDecoder:
         self._norm_out = _Linear(load("decoder.norm_out.weight"), load("decoder.norm_out.bias"))
         self._proj_out = linear("decoder.proj_out")
 
-    def decode_unit(self, latents_CTYX: Tensor, *, tile_batch: int | None = None) -> Tensor:
+    def decode_unit(
+        self, latents_CTYX: Tensor, *, tile_batch: int | None = None, canvas: Tensor | None = None
+    ) -> Tensor:
         """Decode one temporal unit of the canvas, tile by tile, and stitch it.
 
         Args:
             latents_CTYX: (C, unit_latents, Y, X), normalised as the diffusion model leaves them.
             tile_batch: tiles per call of the transformer; None means all on CUDA and one on the CPU. The result
                 depends on it only by rounding.
+            canvas: written instead of a new tensor.
 
         Returns:
             (3, unit_frames, H, W) fp32, H and W being Y and X times the spatial compression: ImageNet-normalised RGB
@@ -94,7 +99,25 @@ class VideoVaeDecoder:
         tiles = grid.cut(latents_TYXC.permute(3, 0, 1, 2))
         if tile_batch is None:
             tile_batch = len(tiles) if self.device.type == "cuda" else CPU_TILE_BATCH
-        return stitch(self._decode_tiles(tiles, tile_batch), grid)
+        if may_run_kernel("stitch_patches", tiles):
+            return self._decode_at_once(tiles, tile_batch, grid, canvas)
+        return stitch(self._decode_tiles(tiles, tile_batch), grid, canvas)
+
+    def _decode_at_once(self, tiles: Tensor, tile_batch: int, grid: TileGrid, canvas: Tensor | None) -> Tensor:
+        """The canvas, straight from the patches of all tiles."""
+        config = self.config
+        cos, sin = self._rotary(tiles.shape[2:])
+        patches = [self._patches(batch, cos, sin) for batch in tiles.split(tile_batch)]
+        if canvas is None:
+            canvas = tiles.new_empty(config.out_channels, self.units.unit_frames, grid.height, grid.width)
+        return stitch_patches(
+            patches[0] if len(patches) == 1 else torch.cat(patches),
+            grid.tops,
+            grid.lefts,
+            (grid.tile_height, grid.tile_width),
+            config.spatial_compression,
+            canvas,
+        )
 
     def _decode_tiles(self, tiles: Tensor, tile_batch: int) -> Iterator[Tensor]:
         """Pixels (3, 4t, 16y, 16x) fp32 of every tile of (tiles, C, t, y, x)."""
@@ -103,7 +126,22 @@ class VideoVaeDecoder:
             yield from self._decode_batch(batch, cos, sin)
 
     def _decode_batch(self, latents_BCtyx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, _, t, y, x = latents_BCtyx.shape
+        _, _, t, y, x = latents_BCtyx.shape
+        patches = self._patches(latents_BCtyx, cos, sin)[:, : t * y * x].float()
+        step = self.config.spatial_compression
+        return rearrange(
+            patches,
+            "B (t y x) (rgb dt dy dx) -> B rgb (t dt) (y dy) (x dx)",
+            t=t,
+            y=y,
+            rgb=self.config.out_channels,
+            dy=step,
+            dx=step,
+        )
+
+    def _patches(self, latents_BCtyx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, N, patch) in the compute dtype: what every token stands for, (rgb, dt, dy, dx); the suffix comes last."""
+        B = len(latents_BCtyx)
         tokens = F.linear(rearrange(latents_BCtyx, "B C t y x -> B (t y x) C"), *self._proj_in)
         tokens = torch.cat([tokens, self._suffix.expand(B, -1, -1)], dim=1)  # (B, N, M)
         due = None
@@ -118,17 +156,7 @@ class VideoVaeDecoder:
             centred=True,
             dtype=self.dtype,
         )
-        patches = F.linear(normed, *self._proj_out).unflatten(0, (B, -1))[:, : t * y * x].float()
-        step = self.config.spatial_compression
-        return rearrange(
-            patches,
-            "B (t y x) (rgb dt dy dx) -> B rgb (t dt) (y dy) (x dx)",
-            t=t,
-            y=y,
-            rgb=self.config.out_channels,
-            dy=step,
-            dx=step,
-        )
+        return F.linear(normed, *self._proj_out).unflatten(0, (B, -1))
 
     def _rotary(self, sizes: torch.Size) -> tuple[Tensor, Tensor]:
         """cos and sin (N, rotary channels / 2) fp32: t, y, x positions in (-1, 1), the suffix at the origin."""

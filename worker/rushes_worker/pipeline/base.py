@@ -46,7 +46,10 @@ class Reporter(Protocol):
         ...
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
-        """Hand over the finished frames of temporal unit `unit`: uint8 [f, H, W, 3], RGB. Units come in any order."""
+        """Hand over the finished frames of temporal unit `unit`: uint8 [f, H, W, 3], RGB. Units come in any order.
+
+        The array is the pipeline's own and changes after the call, as that of `audio` does.
+        """
         ...
 
     def audio(self, samples: np.ndarray) -> None:

@@ -24,7 +24,14 @@ def initial_noise(
     Returns:
         (C, T, Hl, Wl) and (2A, Ca), both fp32 on the CPU; the audio noise is in row layout.
     """
+    video = torch.empty(latent_channels, latent_frames, latent_height, latent_width)
+    audio = torch.empty(AUDIO_CHANNELS * audio_latents, audio_latent_channels)
+    draw_noise_(seed, video, audio)
+    return video, audio
+
+
+def draw_noise_(seed: int, video_CTHW: Tensor, audio_rows: Tensor) -> None:
+    """`initial_noise` into contiguous tensors of the CPU."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    video = torch.randn(1, latent_channels, latent_frames, latent_height, latent_width, generator=generator)
-    audio = torch.randn(AUDIO_CHANNELS * audio_latents, audio_latent_channels, generator=generator)
-    return video[0], audio
+    for noise in (video_CTHW, audio_rows):
+        noise.normal_(generator=generator)

@@ -1,9 +1,13 @@
 """What an operator may ask of the pipeline, as `NAME=VALUE` words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+from rushes_core.captures import CaptureShape, parse_capacities, parse_captures
+
+TEXT_CAPACITIES, CAPTURE, GRAPH_BYTES = "text-capacities", "capture", "graph-bytes"
+"""Options that settings of their own stand for."""
 SYNTHETIC = "synthetic"
 
 
@@ -15,6 +19,10 @@ class PipelineOptions:
     """Provider of sparse attention; None: the device decides."""
     synthetic_seed: int | None = None
     """Weights of the released sizes are drawn from this seed; None: those of the checkpoint."""
+    text_capacities: tuple[int, ...] = (1_024, 4_096, 10_240)
+    captures: tuple[CaptureShape, ...] = ()
+    """Shapes to be captured at start."""
+    graph_bytes: int = 4 << 30
 
     @classmethod
     def parse(cls, options: Sequence[str]) -> Self:
@@ -22,18 +30,25 @@ class PipelineOptions:
         Raises:
             ValueError: an option is unknown or has no such value.
         """
-        attention = synthetic_seed = None
+        chosen = cls()
+        captures = ""
         for option in options:
             name, _, value = option.partition("=")
             if name == "attention":
-                attention = value
+                chosen = replace(chosen, attention=value)
             elif name == "weights":
-                synthetic_seed = seed_of(value)
+                chosen = replace(chosen, synthetic_seed=seed_of(value))
+            elif name == TEXT_CAPACITIES:
+                chosen = replace(chosen, text_capacities=parse_capacities(value))
+            elif name == CAPTURE:
+                captures = value
+            elif name == GRAPH_BYTES:
+                chosen = replace(chosen, graph_bytes=int(value))
             else:
                 raise ValueError(
                     f"this pipeline takes the options attention=PROVIDER and weights={SYNTHETIC}[:SEED], got {option}"
                 )
-        return cls(attention, synthetic_seed)
+        return replace(chosen, captures=parse_captures(captures, chosen.text_capacities))
 
 
 def revision_of(options: Sequence[str]) -> str | None:

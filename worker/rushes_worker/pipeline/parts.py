@@ -5,7 +5,8 @@ from torch import Tensor
 
 from rushes_worker.model.sequence import PackedSequence
 from rushes_worker.pipeline.base import RenderRequest
-from rushes_worker.pipeline.fasth3 import ClipShape, FastH3Pipeline
+from rushes_worker.pipeline.clip_shape import ClipShape
+from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 
 
 class Parts:
