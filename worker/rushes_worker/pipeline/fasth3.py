@@ -213,7 +213,11 @@ class FastH3Pipeline:
         token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
         self._enter(reporter, "encoding", request)
         slot = self._fill_slot(request, shape, token_ids)
-        reporter.checkpoint()
+        try:
+            reporter.checkpoint()
+        except BaseException:
+            self._slots.free(slot)
+            raise
         return slot
 
     def _fill_slot(self, request: RenderRequest, shape: ClipShape, token_ids: Sequence[int]) -> RequestSlot:

@@ -19,6 +19,7 @@ class Parts:
     def __init__(self, pipeline: FastH3Pipeline, request: RenderRequest, text_length: int) -> None:
         self._transformer = pipeline._transformer
         self._video_vae = pipeline._video_vae
+        self._graphs = pipeline._graphs
         config, device = pipeline._config, pipeline._device
         shape = ClipShape.plan(request, config, self._video_vae.config.spatial_compression)
         self._sequence = PackedSequence.build(
@@ -30,6 +31,7 @@ class Parts:
             latent_width=shape.latent_width,
             device=device,
         )
+        self._transformer.prepare(self._sequence)
         self._own_rows = pipeline._parallel.own_rows(self._sequence.num_rows)
         generator = torch.Generator(device).manual_seed(request.seed)
 
@@ -52,7 +54,10 @@ class Parts:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One denoise step."""
+        """One denoise step, in the memory that those of clips pass through."""
+        self._graphs.run(None, self._forward)
+
+    def _forward(self) -> None:
         self._transformer.forward(3, self._text_rows, self._audio_rows, self._video_rows, self._sequence)
 
     @torch.inference_mode()
