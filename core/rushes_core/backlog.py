@@ -77,7 +77,7 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
     that wait with their campaign are of its class.
     """
     lane, key = lanes(), _keys()
-    open_ = select(Job.run_at).where(_in_lane(lane)).order_by(Job.run_at).limit(MAX_COUNTED)
+    open_ = select(Job.run_at).where(in_lane(lane)).order_by(Job.run_at).limit(MAX_COUNTED)
     open_rows = open_.correlate(lane).lateral("open")
     held = (
         select(Job.priority, Job.hold, Job.run_at)
@@ -214,7 +214,7 @@ def num_ready(*, pool: str, limit: int) -> Select[int]:
     one = (
         select(_ONE.label("one"))
         .where(
-            _in_lane(lane),
+            in_lane(lane),
             Job.run_at <= func.now(),
             Job.cancel_requested_at.is_(None),
             or_(Job.deadline_at.is_(None), Job.deadline_at > func.now()),
@@ -277,5 +277,6 @@ def _keys() -> CTE:
     return first.union_all(select(after).select_from(first).join(after, true()))
 
 
-def _in_lane(lane: CTE) -> ColumnElement[bool]:
+def in_lane(lane: CTE) -> ColumnElement[bool]:
+    """Condition on the claimable jobs of a row of `lanes`."""
     return and_(IS_CLAIMABLE, Job.model == lane.c.model, Job.priority == lane.c.priority, Job.project == lane.c.project)

@@ -30,13 +30,15 @@ _READY = """state = 'queued' AND hold IS NULL
                             AND last_seen > now() - make_interval(secs => :crashed_on_wait)
                             AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
                     ))"""
+_CLOCK = """SELECT coalesce(least(max(last_start), min(virtual_time) FILTER (WHERE virtual_time > 0)), 0) AS clock
+                FROM project_shares"""
 _CANDIDATE = f"""
     SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
         SELECT oldest.*, share.clock FROM (
-            SELECT project, clock FROM project_shares,
-                (SELECT coalesce(max(last_start), 0) AS clock FROM project_shares) AS shared
+            SELECT project, clock FROM project_shares, ({_CLOCK}) AS shared
             WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
-            ORDER BY greatest(virtual_time, clock), project
+            -- what a project lags behind stays its due; one that has none begins where the others are
+            ORDER BY CASE WHEN virtual_time > 0 THEN virtual_time ELSE clock END, virtual_time > 0, project
         ) AS {{share}}, LATERAL (
             SELECT id, project, priority, width, height, num_frames FROM jobs WHERE {_READY}
             ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
@@ -61,7 +63,7 @@ _LOCKED_SHARE = """turn, LATERAL (
         ) AS share"""
 _OVERDUE = f"""
     SELECT id, project, priority, width, height, num_frames,
-        (SELECT coalesce(max(last_start), 0) FROM project_shares) AS clock
+        ({_CLOCK})
     FROM jobs WHERE state = 'queued' AND hold IS NULL AND id = (
         SELECT first.id FROM (VALUES (1), (2)) AS urgency (priority), project_shares AS share, LATERAL (
             SELECT id, run_at FROM jobs WHERE {_READY} AND run_at < now() - make_interval(secs => :patience)
@@ -85,7 +87,10 @@ _CLAIM = """
 WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
     {ready}
 ), charge AS MATERIALIZED (
-    SELECT ready.*, CASE WHEN coalesce(  -- who waits alone has nobody to share with
+    -- who waits alone has nobody to share with; a share that another one still has is of a project that comes again
+    SELECT ready.*, CASE WHEN EXISTS (
+        SELECT FROM project_shares AS other WHERE other.virtual_time > 0 AND other.project <> ready.project
+    ) OR coalesce(
         (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
             AND project > ready.project ORDER BY project LIMIT 1),
         (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
@@ -110,8 +115,8 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
     RETURNING {columns}
 ), charged AS (  -- read by nothing, so run last: a claim that has to wait for another waits only for its commit
     UPDATE project_shares
-    SET last_start = greatest(virtual_time, charge.clock),
-        virtual_time = greatest(virtual_time, charge.clock) + charge.amount
+    SET last_start = CASE WHEN virtual_time > 0 THEN virtual_time ELSE charge.clock END,
+        virtual_time = CASE WHEN virtual_time > 0 THEN virtual_time ELSE charge.clock END + charge.amount
     FROM charge WHERE project_shares.project = charge.project AND charge.amount IS NOT NULL
 )
 SELECT * FROM claimed
@@ -160,7 +165,7 @@ def claim(
     Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the GPU
     seconds that clips of the job's shape took lately, divided by the project's weight; the end of the attempt puts that
     right by what it really took. A project that comes back from idle starts at the time of those that were busy,
-    without credit.
+    without credit: `shares` says which do.
     A job that crashed on this replica is left to others for a while, if there are others. Projects that are paused are
     passed over.
 

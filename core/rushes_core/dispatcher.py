@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from rushes_core import backlog, holds, measured
+from rushes_core import backlog, holds, measured, shares
 from rushes_core.campaigns import closing, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.campaigns.feeding import Feeder
@@ -89,6 +89,12 @@ class Dispatcher:
         """Open jobs of campaigns as they are needed, and close what is not to start any more."""
         self._feeder.feed()
 
+    def settle_shares(self) -> None:
+        """Keep what projects are owed to those whose work waits."""
+        for statement in (shares.forgive_lag(), shares.bound_lag()):
+            with self._engine.begin() as connection:
+                connection.execute(statement)
+
     def measure(self) -> None:
         """Write what the phases of clips took lately."""
         with self._engine.begin() as connection:
@@ -117,6 +123,7 @@ def run(settings: Settings) -> int:
         ("hint", settings.dispatch_seconds, dispatcher.hint),
         ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
         ("campaign_hint", settings.dispatch_seconds, dispatcher.hint_campaigns),
+        ("shares", shares.SETTLE_SECONDS, dispatcher.settle_shares),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("progress", PROGRESS_SECONDS, dispatcher.tell_progress),

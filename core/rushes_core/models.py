@@ -400,9 +400,10 @@ class ProjectShare(Base):
 
     project: Mapped[str] = mapped_column(primary_key=True)
     virtual_time: Mapped[float] = mapped_column(Double(), server_default=text("0"))
-    """Cost of the work that was claimed, on a clock that all projects share."""
+    """Cost of the work that was claimed, on a clock that all projects share. 0 or less: it has no share yet, and begins
+    where the others are."""
     last_start: Mapped[float] = mapped_column(Double(), server_default=text("0"))
-    """`virtual_time` before the last claim; the largest of all projects is the time now on the shared clock."""
+    """`virtual_time` before the last claim. The largest of all projects is the latest at which another one begins."""
 
     # one page holds many versions of a row that every claim updates
     __table_args__ = ({"postgresql_with": {"fillfactor": 20}},)

@@ -3,14 +3,17 @@
 import heapq
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
-from rushes_core import backlog, claims, jobs
+from rushes_core import backlog, claims, jobs, measured
+from rushes_core.campaigns.feeder import close_open
 from rushes_core.campaigns.forecast import capacities
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, ProjectShare
 from rushes_core.settings import Settings
+from rushes_core.shares import MOST_LAG_SECONDS
 from rushes_worker.ledger import Ledger
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
@@ -53,27 +56,76 @@ def weigh(rows: CampaignRows, weights: Mapping[str, float]) -> None:
             connection.execute(text("INSERT INTO projects (name, weight) VALUES (:name, :weight)"), values)
 
 
-def play(rows: CampaignRows, *, num_replicas: int, num_jobs: int) -> dict[str, float]:
-    """GPU-seconds of each project when replicas have rendered so many clips, each for about as long as its shape takes.
+class Play:
+    """Replicas that render, and a dispatcher that passes, by the clock of the play: what a clip took is put into its
+    row as it completes. Each replica claims one job ahead.
 
-    Time is that of the play: what a clip took is written into its row before it completes.
+    Args:
+        pass_seconds: between two passes of the feeder.
     """
-    draw = random.Random(7)
-    rendering: list[tuple[float, int, Job, float]] = []
-    spent: dict[str, float] = defaultdict(float)
-    now = 0.0
-    for number in range(num_replicas + num_jobs):
-        if len(rendering) == num_replicas:
-            now, _, job, seconds = heapq.heappop(rendering)
-            rows.complete(rows.take(seconds, job))
-            spent[job.project] += seconds
-        if number % 20 == 0:
-            rows.measure_completed()
-        rows.feed()
-        job = rows.claim_and_start()
-        seconds = SECONDS[job.width, job.height, job.num_frames] * draw.uniform(0.8, 1.3)
-        heapq.heappush(rendering, (now + seconds, number, job, seconds))
-    return spent
+
+    def __init__(self, rows: CampaignRows, *, num_replicas: int, pass_seconds: float) -> None:
+        self._rows = rows
+        self._replicas = range(num_replicas)
+        self._pass_seconds = pass_seconds
+        self._draw = random.Random(7)
+        self._ahead: dict[int, Job] = {}
+        self._rendering: dict[int, tuple[float, Job]] = {}
+        self._idle: set[int] = set()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._now = 0.0
+        self._num_done = 0
+        self._spent: dict[str, float] = defaultdict(float)
+
+    def gpu_seconds(self, num_jobs: int) -> dict[str, float]:
+        """Of each project when so many jobs have completed, those of clips that are being rendered included."""
+        self._pass()
+        self._at(measured.MEASURE_SECONDS, self._measure)
+        for replica in self._replicas:
+            self._at(0, lambda replica=replica: self._turn(replica))
+        while self._num_done < num_jobs:
+            self._now, _, action = heapq.heappop(self._due)
+            action()
+        for began, job in self._rendering.values():
+            self._spent[job.project] += self._now - began
+        return self._spent
+
+    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._due, (self._now + seconds, self._number, action))
+
+    def _pass(self) -> None:
+        self._rows.feed()
+        self._rows.settle_shares()
+        for replica in sorted(self._idle):
+            self._at(0, lambda replica=replica: self._turn(replica))
+        self._idle.clear()
+        self._at(self._pass_seconds, self._pass)
+
+    def _measure(self) -> None:
+        self._rows.measure_completed()
+        self._at(measured.MEASURE_SECONDS, self._measure)
+
+    def _turn(self, replica: int) -> None:
+        held = self._ahead.pop(replica, None) or self._rows.claim()
+        if held is None:
+            self._idle.add(replica)
+            return
+        job = self._rows.start(held)
+        assert job is not None
+        seconds = SECONDS[job.width, job.height, job.num_frames] * self._draw.uniform(0.8, 1.3)
+        self._rendering[replica] = self._now, job
+        self._at(seconds, lambda: self._end(replica, job, seconds))
+        if (ahead := self._rows.claim()) is not None:
+            self._ahead[replica] = ahead
+
+    def _end(self, replica: int, job: Job, seconds: float) -> None:
+        del self._rendering[replica]
+        self._rows.complete_after(seconds, job)
+        self._spent[job.project] += seconds
+        self._num_done += 1
+        self._turn(replica)
 
 
 def virtual_time(rows: CampaignRows, project: str) -> float:
@@ -82,21 +134,78 @@ def virtual_time(rows: CampaignRows, project: str) -> float:
 
 
 class TestShares:
-    @pytest.mark.parametrize("is_known", [True, False])
-    def test_projects_have_gpu_seconds_by_their_weights(self, rows: CampaignRows, is_known: bool) -> None:
+    @pytest.mark.parametrize(
+        ("num_replicas", "known", "pass_seconds"),
+        [
+            pytest.param(1, 1.0, 20, id="of_one_replica"),
+            pytest.param(12, 1.0, 1, id="of_twelve_replicas"),
+            pytest.param(12, None, 1, id="while_nothing_was_measured"),
+            pytest.param(12, 1.0, 90, id="of_clips_shorter_than_a_pass"),
+            pytest.param(12, 3.0, 1, id="of_clips_that_take_a_third_of_what_they_took_before"),
+        ],
+    )
+    def test_projects_have_gpu_seconds_by_their_weights(
+        self, rows: CampaignRows, num_replicas: int, known: float | None, pass_seconds: float
+    ) -> None:
         weights = {"one": 1.0, "another": 1.0, "double": 2.0}
         weigh(rows, weights)
-        if is_known:
+        if known is not None:
             for shape, seconds in SECONDS.items():
-                rows.measure(shape, p50=seconds, p90=1.3 * seconds)
+                rows.measure(shape, p50=known * seconds, p90=1.3 * known * seconds)
+        for number in range(num_replicas):
+            rows.replica(f"worker-r{number}#1")
         shapes = {"one": (SMALL,), "another": (LARGE,), "double": (SMALL, LARGE, SMALL)}
         campaigns = [rows.campaign(400, project=project, shapes=shapes[project]) for project in weights]
-        spent = play(rows, num_replicas=4, num_jobs=300)
-        for project, weight in weights.items():
-            share = spent[project] / sum(spent.values())
-            assert abs(share - weight / 4) < 0.05 * weight / 4
+        spent = Play(rows, num_replicas=num_replicas, pass_seconds=pass_seconds).gpu_seconds(300)
+        shares = {project: spent[project] / sum(spent.values()) for project in weights}
+        assert shares == {project: pytest.approx(weight / 4, rel=0.05) for project, weight in weights.items()}
         for campaign in campaigns:
             rows.check_counts(campaign)
+
+    def test_a_project_is_owed_what_others_had_while_none_of_its_waiting_jobs_was_open(
+        self, rows: CampaignRows
+    ) -> None:
+        rows.measure(SMALL, p50=10, p90=12)
+        mine, other = rows.campaign(project="mine"), rows.campaign(project="other")
+        rows.feed()
+        assert {job.project for job in (rows.claim(), rows.claim()) if job is not None} == {"mine", "other"}
+        with rows.engine.begin() as connection:
+            connection.execute(close_open(mine))
+        assert [job.campaign_id for job in (rows.claim(), rows.claim()) if job is not None] == [other, other]
+        assert virtual_time(rows, "other") == 30
+        rows.settle_shares()
+        rows.feed()
+        assert [job.campaign_id for job in (rows.claim(), rows.claim()) if job is not None] == [mine, mine]
+
+    @pytest.mark.parametrize("limit", [{"paused_at": text("now()"), "hold_reason": "paused"}, {"max_parallel": 1}])
+    def test_a_campaign_that_may_not_go_on_is_owed_nothing(self, rows: CampaignRows, limit: dict[str, Any]) -> None:
+        rows.measure(SMALL, p50=10, p90=12)
+        mine, _ = rows.campaign(project="mine"), rows.campaign(project="other")
+        rows.feed()
+        claimed = [rows.claim() for _ in range(2)]
+        assert {job.project for job in claimed if job is not None} == {"mine", "other"}
+        with rows.engine.begin() as connection:
+            connection.execute(close_open(mine))
+        rows.change(mine, **limit)
+        for _ in range(2):
+            rows.claim()
+        rows.settle_shares()
+        rows.change(mine, paused_at=None, hold_reason=None, max_parallel=None)
+        rows.feed()
+        assert rows.claimed_of("mine").campaign_id == mine
+        assert virtual_time(rows, "mine") == virtual_time(rows, "other") == 30
+
+    def test_a_project_is_owed_no_more_than_all_gpus_do_in_minutes(self, rows: CampaignRows) -> None:
+        rows.replica(layout="r1s2")
+        for project in ("late", "early"):
+            rows.add(project=project)
+        with rows.engine.begin() as connection:
+            connection.execute(text("UPDATE project_shares SET virtual_time = 1 WHERE project = 'late'"))
+            ahead = "UPDATE project_shares SET virtual_time = 5001, last_start = 5000 WHERE project = 'early'"
+            connection.execute(text(ahead))
+        rows.settle_shares()
+        assert virtual_time(rows, "late") == 5000 - 2 * MOST_LAG_SECONDS
+        assert virtual_time(rows, "early") == 5001
 
     def test_a_claim_charges_the_seconds_that_such_clips_took_by_the_weight(self, rows: CampaignRows) -> None:
         weigh(rows, {"double": 2})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rushes_core import backlog, claims, holds, jobs, leftovers
+from rushes_core import backlog, claims, holds, jobs, leftovers, shares
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -64,6 +64,7 @@ class TestOrder:
         for _ in range(40):
             rows.add(project="busy")
         claimed(rows, 21)
+        rows.settle_shares()
         for _ in range(10):
             rows.add(project="idle")
         assert Counter(job.project for job in claimed(rows, 10)) == {"busy": 5, "idle": 5}
@@ -120,6 +121,7 @@ class TestPlan:
             (backlog.overview("project-1"), "ix_jobs_claimable"),
             (leftovers.unpurged(), "ix_jobs_unpurged"),
             (leftovers.forget_idle_shares(), "ix_jobs_claimable"),
+            (shares.forgive_lag(), "ix_jobs_claimable"),
         ],
         ids=[
             "claim",
@@ -135,6 +137,7 @@ class TestPlan:
             "overview_of_a_project",
             "unpurged",
             "idle_shares",
+            "lag",
         ],
     )
     def test_uses_its_index(self, filled: Connection, statement: Any, index: str) -> None:

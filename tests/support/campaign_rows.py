@@ -1,13 +1,14 @@
 """Campaigns as rows, whose jobs are opened by a feeder and moved by the statements of the job domain."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from rushes_core import jobs, measured
 from rushes_core.campaigns.feeding import Feeder
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.models import Job
-from sqlalchemy import Engine, select, text, update
+from sqlalchemy import Engine, Update, func, select, text, update
 from sqlalchemy.orm import Session
 from support.job_rows import ERROR, MODEL, RESULT, JobRows
 
@@ -39,6 +40,10 @@ SELECT count(*) FILTER (WHERE state = 'queued'), count(*) FILTER (WHERE state IN
     coalesce(sum(width * height * num_frames / 10000) FILTER (WHERE state IN ('queued', 'claimed', 'running')), 0)::int
 FROM jobs WHERE campaign_id = :campaign
 """
+
+
+def _began(job: Job, seconds: float) -> Update:
+    return update(Job).where(Job.id == job.id).values(started_at=func.now() - timedelta(seconds=seconds))
 
 
 class CampaignRows(JobRows):
@@ -123,13 +128,18 @@ class CampaignRows(JobRows):
     def complete(self, job: Job) -> None:
         assert self.run(jobs.complete(job.id, fence=job.fence or 0, result=RESULT, timings={})) is not None
 
+    def complete_after(self, seconds: float, job: Job) -> None:
+        """Complete the running job as one that has run for just so long."""
+        with Session(self.engine) as session, session.begin():
+            session.execute(_began(job, seconds))
+            assert session.execute(jobs.complete(job.id, fence=job.fence or 0, result=RESULT, timings={})).one()
+
     def fail(self, job: Job) -> None:
         assert self.run(jobs.fail(job.id, fence=job.fence or 0, error=ERROR)) is not None
 
     def take(self, seconds: float, job: Job) -> Job:
         """The running job, as one that has run for so long."""
-        began = text(f"now() - interval '{seconds} s'")
-        return self.run(update(Job).where(Job.id == job.id).values(started_at=began).returning(Job))
+        return self.run(_began(job, seconds).returning(Job))
 
     def measure(self, shape: tuple[int, int, int] = SMALL, *, p50: float, p90: float, num_jobs: int = 50) -> None:
         """Have clips of a shape known to run so long."""

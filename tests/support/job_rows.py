@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rushes_core import claims, jobs
+from rushes_core import claims, jobs, shares
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from sqlalchemy import Engine, text
@@ -31,6 +31,12 @@ class JobRows:
         """Execute and commit; the one row that came back, or None."""
         with Session(self.engine, expire_on_commit=False) as session, session.begin():
             return session.execute(statement).scalar_one_or_none()
+
+    def settle_shares(self) -> None:
+        """What the dispatcher does every second."""
+        for statement in (shares.forgive_lag(), shares.bound_lag()):
+            with self.engine.begin() as connection:
+                connection.execute(statement)
 
     def add(self, **values: Any) -> Job:
         defaults: dict[str, Any] = {
