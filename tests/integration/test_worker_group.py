@@ -8,7 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rushes_worker.commands import Boot, Done, Failed, Loading, Outcome, Ready, Refused, Report, Stopped, UnitReady
+from rushes_worker.commands import (
+    Advanced,
+    Boot,
+    Done,
+    Failed,
+    Idled,
+    Loading,
+    MemoryUsed,
+    Outcome,
+    Ready,
+    Refused,
+    Report,
+    Stopped,
+    UnitReady,
+)
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
@@ -121,6 +135,97 @@ def test_two_ranks_share_the_units_and_stop_together(start_group: StartGroup, tm
         render(group, tmp_path, "[die rank 1 at step 3]")
     assert group.ended
     assert not any(is_alive(pid) for pid in group.pids)
+
+
+def request(prompt: str) -> RenderRequest:
+    return RenderRequest("video_1", 1, prompt, 7, SIZE, SIZE, NUM_FRAMES)
+
+
+def hear_until(group: RankGroup, *serials: int) -> list[tuple[int, Report]]:
+    """Everything that is said until every rank has told how these renders ended, but for memory."""
+    said: list[tuple[int, Report]] = []
+    left = {(rank, serial) for rank in range(group.size) for serial in serials}
+    while left:
+        for rank, report in group.wait(5):
+            if not isinstance(report, MemoryUsed):
+                said.append((rank, report))
+            if isinstance(report, Done | Stopped | Refused | Failed):
+                left.discard((rank, report.serial))
+    group.relax()
+    return said
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_next_render_begins_before_the_last_frames_of_one_are_handed_over(
+    start_group: StartGroup, tmp_path: Path, sp: int
+) -> None:
+    group = start_group(sp)
+    first = group.render(request("[tail 600]"), tmp_path)
+    second = group.render(request("a wave"), tmp_path, behind=first)
+    # a device that takes ten minutes for its last work is not waited for: the next step is queued first
+    said: list[Report] = []
+    while not any(isinstance(report, Advanced) and report.serial == second for report in said):
+        said += [report for rank, report in group.wait(5) if rank == 0]
+    assert [report for report in said if isinstance(report, Done)] == []
+    group.end("the test is over")
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_last_frames_are_handed_over_when_the_first_step_of_the_next_render_is_queued(
+    start_group: StartGroup, tmp_path: Path, sp: int
+) -> None:
+    group = start_group(sp)
+    first = group.render(request("[tail 0.2]"), tmp_path / ".")
+    second = group.render(request("[step 0.01]"), tmp_path, behind=first)
+    said = hear_until(group, first, second)
+    for rank in range(sp):
+        mine = [report for speaker, report in said if speaker == rank]
+        ended = mine.index(Done(first))
+        units = [place for place, report in enumerate(mine) if isinstance(report, UnitReady) and report.serial == first]
+        assert sorted(units)[-1] < ended < mine.index(Done(second))
+        assert any(isinstance(report, Idled) and report.serial == second for report in mine)
+        if rank == 0:
+            assert mine.index(Advanced(second, "denoising", 1)) < units[-1]
+            assert ended < mine.index(Advanced(second, "denoising", 2))
+    units_of = {
+        serial: [r.unit for _, r in said if isinstance(r, UnitReady) and r.serial == serial] for serial in (1, 2)
+    }
+    assert {serial: sorted(units) for serial, units in units_of.items()} == {1: list(range(6)), 2: list(range(6))}
+
+
+def test_render_that_was_said_behind_one_that_failed_is_void_until_it_is_said_again(
+    start_group: StartGroup, tmp_path: Path
+) -> None:
+    group = start_group(2)
+    for prompt in ("[value error]", "[invalid]"):
+        first = group.render(request(prompt), tmp_path)
+        void = group.render(request("a wave"), tmp_path, behind=first)
+        hear_until(group, first)
+        again = group.render(request("a wave"), tmp_path)
+        said = hear_until(group, again)
+        assert not [report for _, report in said if getattr(report, "serial", 0) == void]
+        assert [report for _, report in said if isinstance(report, Done)] == [Done(again)] * 2
+
+
+def test_render_that_was_said_behind_one_that_is_stopped_goes_on(start_group: StartGroup, tmp_path: Path) -> None:
+    group = start_group(2)
+    first = group.render(request("[step 0.2]"), tmp_path)
+    second = group.render(request("a wave"), tmp_path, behind=first)
+    group.stop(first)
+    said = [report for _, report in hear_until(group, first, second)]
+    assert said.count(Stopped(first)) == said.count(Done(second)) == 2
+
+
+def test_render_goes_on_when_the_last_frames_of_the_one_before_were_bad(
+    start_group: StartGroup, tmp_path: Path
+) -> None:
+    group = start_group(2)
+    first = group.render(request("[tail 0.2] [late]"), tmp_path)
+    second = group.render(request("a wave"), tmp_path, behind=first)
+    said = [report for _, report in hear_until(group, first, second)]
+    failed = [report for report in said if isinstance(report, Failed)]
+    assert [(report.serial, report.intact, report.is_late) for report in failed] == [(first, True, True)] * 2
+    assert said.count(Done(second)) == 2
 
 
 def test_rank_of_another_epoch_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

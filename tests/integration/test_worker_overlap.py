@@ -1,5 +1,7 @@
 """Jobs that overlap on one replica: one is claimed ahead, one is rendered, others wait for the store."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +12,7 @@ from rushes_core.models import Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from support.forwarder import Forwarder
-from support.processes import is_alive
+from support.processes import children, is_alive
 from support.stack import SharedStack
 from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
 
@@ -27,6 +29,8 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
         poll_seconds=0.1,
         heartbeat_seconds=0.5,
         worker_name="bench",
+        # the crashes here are made, and no reason to take a replica for sick
+        drain_after_crashes=100,
     )
 
 
@@ -102,6 +106,77 @@ class TestClaimedAhead:
         assert (done.attempt, done.crash_count) == (1, 0)
         assert jobs.states(ahead)[:3] == ["queued", "claimed", "queued"]
         assert jobs.wait_completed(dying).crashed_on == ["bench-r0"]
+
+
+class TestStartedAhead:
+    def test_next_job_is_started_while_the_last_units_of_one_are_decoded(self, worker: Worker, jobs: Jobs) -> None:
+        decoding, ahead = jobs.add("[unit 0.5] [tail 0.3]"), jobs.add("[step 0.05]")
+        jobs.wait_for(ahead, JobState.RUNNING)
+        assert (jobs.get(decoding).state, jobs.get(decoding).phase) == (JobState.RUNNING, "decoding")
+        # its share of the replica's time begins when the other one's ends
+        assert jobs.get(ahead).phase in (None, "encoding")
+        for job_id in (decoding, ahead):
+            done = jobs.wait_completed(job_id)
+            assert (done.attempt, done.crash_count, done.error_count) == (1, 0, 0)
+        assert jobs.states(ahead) == ["queued", "claimed", "running", "completed"]
+        (rendered,) = [record for record in worker.events("job_rendered") if record["job_id"] == ahead]
+        assert rendered["started_ahead"]
+        assert rendered["idle_before_seconds"] is not None
+
+    def test_cancel_of_a_started_job_is_seen_when_its_turn_comes(self, worker: Worker, jobs: Jobs) -> None:
+        decoding, ahead = jobs.add("[unit 0.5]"), jobs.add("[step 0.3]")
+        jobs.wait_for(ahead, JobState.RUNNING)
+        jobs.cancel(ahead)
+        jobs.wait_for(ahead, JobState.CANCELLED)
+        jobs.wait_completed(decoding)
+        jobs.wait_completed(jobs.add())
+
+    def test_job_before_it_that_is_cancelled_or_fails_costs_it_nothing(self, worker: Worker, jobs: Jobs) -> None:
+        decoding, ahead = jobs.add("[unit 0.5]"), jobs.add()
+        jobs.wait_for(ahead, JobState.RUNNING)
+        jobs.cancel(decoding)
+        jobs.wait_for(decoding, JobState.CANCELLED)
+        done = jobs.wait_completed(ahead)
+        assert (done.attempt, done.error_count) == (1, 0)
+
+        failing, ahead = jobs.add("[unit 0.5] [tail 0.1] [late on attempt 1]"), jobs.add()
+        done = jobs.wait_completed(ahead)
+        assert (done.attempt, done.error_count) == (1, 0)
+        assert jobs.wait_completed(failing).error_count == 1
+        assert not worker.events("group_ended")
+
+    def test_ranks_lost_before_they_began_it_cost_it_nothing(self, worker: Worker, jobs: Jobs) -> None:
+        decoding, ahead = jobs.add("[unit 0.7 on attempt 1]"), jobs.add()
+        jobs.wait_for(ahead, JobState.RUNNING)
+        (replica,) = jobs.replicas()
+        assert replica.job_id == decoding
+        for pid in children(replica.detail["pid"]):
+            if "rushes_worker.rank" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        for job_id, attempt, crashes in ((decoding, 2, 1), (ahead, 1, 0)):
+            done = jobs.wait_completed(job_id)
+            assert (done.attempt, done.crash_count, done.error_count) == (attempt, crashes, 0)
+        assert jobs.states(ahead)[:4] == ["queued", "claimed", "running", "queued"]
+
+    def test_ranks_lost_while_both_are_on_them_count_against_both_once(self, worker: Worker, jobs: Jobs) -> None:
+        decoding, ahead = jobs.add("[unit 0.5] [tail 600 on attempt 1]"), jobs.add("[die at step 1 on attempt 1]")
+        for job_id in (decoding, ahead):
+            done = jobs.wait_completed(job_id)
+            assert (done.attempt, done.crash_count) == (2, 1)
+        (replica,) = jobs.replicas()
+        crashed: list[str] = replica.detail["crashed_jobs"]
+        assert decoding in crashed
+        assert ahead not in crashed
+
+    def test_job_that_was_lost_before_has_none_beside_it(self, worker: Worker, jobs: Jobs) -> None:
+        dying = jobs.add("[die at step 2 on attempt 1] [unit 0.4 on attempt 2]")
+        ahead = jobs.add()
+        lost = eventually(lambda: job if (job := jobs.get(dying)).attempt == 2 and job.phase == "decoding" else None)
+        assert lost.state == JobState.RUNNING
+        jobs.wait_completed(dying)
+        jobs.wait_completed(ahead)
+        started = {record["job_id"]: record["started_ahead"] for record in worker.events("job_rendered")}
+        assert (started[dying], started[ahead]) == (False, False)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [invalid] [value error] [generation error] [raise]    what is raised, by every rank, after the first step
     [raise rank 1]             a bug on one rank only
     [out of memory at step 3]  no device memory left; also [out of memory encoding] and [out of memory decoding]
+    [late]                     with a tail: the last frames turn out to be bad
     [large]                    the same while decoding, unless the request is for the plan that needs less memory
     [nan]                      the sound is not finite
     [blank]                    one flat colour and silence
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
-from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, NotFinite, OutOfMemory
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 
 NUM_STEPS = 8
@@ -87,20 +88,21 @@ class ScriptedPipeline:
                 end = request.num_frames if unit == last else first + _UNIT_FRAMES
                 values = frames(request, first, end, flat=script.has("blank"))
                 if script.has("tail") and start + self._sp >= num_units:
-                    tail = _Tail(reporter, unit, values, script.seconds("tail"))
+                    tail = _Tail(reporter, unit, values, script)
                 else:
                     reporter.frames(unit, values)
-        return tail or (_Tail(reporter, None, None, script.seconds("tail")) if script.has("tail") else None)
+        return tail or (_Tail(reporter, None, None, script) if script.has("tail") else None)
 
 
 class _Tail:
     """The last unit of a rank, or nothing, which a device is done with only later; implements `Remainder`."""
 
-    def __init__(self, reporter: Reporter, unit: int | None, values: np.ndarray | None, seconds: float) -> None:
+    def __init__(self, reporter: Reporter, unit: int | None, values: np.ndarray | None, script: "_Script") -> None:
         self._reporter = reporter
         self._unit = unit
         self._values = values
-        self._ends_at = time.monotonic() + seconds
+        self._is_bad = script.has("late")
+        self._ends_at = time.monotonic() + script.seconds("tail")
 
     @property
     def is_done(self) -> bool:
@@ -108,6 +110,8 @@ class _Tail:
 
     def hand_over(self) -> None:
         time.sleep(max(0.0, self._ends_at - time.monotonic()))
+        if self._is_bad:
+            raise NotFinite("decoded frames are not finite", stage="decoding")
         if self._unit is not None and self._values is not None:
             self._reporter.frames(self._unit, self._values)
 

@@ -200,11 +200,11 @@ class Attempt:
         workshop = self._workshop
         self._phases = _PhaseClock(self._progress.phase)
         self._report()
+        if self._failure is None and group.ended:
+            self._failure = self._loss_before_its_turn()
         if self._failure is not None:
             return False
         try:
-            if group.ended:
-                raise self._loss_before_its_turn()
             self._follow(group, following)
             log.info("job_rendered", idle_before_seconds=self._idle_seconds, started_ahead=self._is_ahead)
             return True
@@ -225,7 +225,7 @@ class Attempt:
         """What it means to this attempt that the ranks ended while another one was on them.
 
         Once they had begun this one as well, nobody knows which of them it was: it counts against both, and neither
-        has another beside it again.
+        has another beside it again. It is one crash of the replica.
         """
         if self._workshop.stopping.grace_is_over:
             return Halted(Halt.STOPPING)
