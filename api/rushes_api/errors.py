@@ -292,7 +292,7 @@ def respond(request: Request, error: ApiError) -> Response:
     return render(
         error,
         request_id=request.scope.get("request_id", ""),
-        path=ascii(request.url.path)[1:-1],
+        path=ascii(request.scope["path"])[1:-1],
         accept=request.headers.get("accept", ""),
     )
 
@@ -327,7 +327,8 @@ def install(app: FastAPI) -> None:
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
-    where = f"{printable(request.method)} {printable(request.url.path)}"
+    path: str = request.scope["path"]
+    where = f"{printable(request.method)} {printable(path)}"
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(f"unknown route: {where}", code="unknown_url", status=HTTPStatus.NOT_FOUND)

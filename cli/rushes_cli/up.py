@@ -32,8 +32,8 @@ With curl:
 
   curl -s {url}/v1/videos -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\
     -d '{body}'
-  curl -s {url}/v1/videos/VIDEO_ID -H 'Authorization: Bearer {key}'
-  curl -sLo clip.mp4 {url}/v1/videos/VIDEO_ID/content -H 'Authorization: Bearer {key}'
+  curl -s {url}/v1/videos/VIDEO_ID -H 'Authorization: Bearer {key}' -H 'Prefer: wait=60'
+  curl -fsSLo clip.mp4 {url}/v1/videos/VIDEO_ID/content -H 'Authorization: Bearer {key}'
 
 With `rushes keys` and `rushes projects`:
 

@@ -60,7 +60,8 @@ def _short(precision: str) -> str:
 
 def _stage(worker: dict[str, Any]) -> str:
     """Of the job, or of the load with what is known of its progress."""
-    loading = worker["loading"]
+    # an API of the release before does not say
+    loading = worker.get("loading")
     if loading is None:
         return worker["stage"] or "-"
     known = (

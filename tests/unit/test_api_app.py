@@ -59,6 +59,13 @@ class TestEnvelope:
         error = error_of(client.get("/v1/nothing%ED%A0%BD"), 404)
         assert (error["code"], error["type"]) == ("unknown_url", "invalid_request_error")
 
+    def test_one_that_begins_with_a_host_is_shown_as_it_was_sent(self, client: TestClient) -> None:
+        problem = client.get(
+            "http://testserver//host/v1/nothing", headers={"Accept": "application/problem+json"}
+        ).json()
+        assert problem["detail"] == "unknown route: GET //host/v1/nothing"
+        assert problem["instance"] == "//host/v1/nothing"
+
     def test_a_trailing_slash_is_another_route(self, client: TestClient) -> None:
         error_of(client.get("/v1/videos/"), 404)
 

@@ -55,3 +55,8 @@ def test_row_tells_what_a_replica_is_and_does() -> None:
 )
 def test_what_is_not_known_is_left_out(changes: dict[str, Any], column: int, expected: str) -> None:
     assert row(WORKER | changes, now=100)[column] == expected
+
+
+def test_a_worker_is_shown_that_an_api_of_the_release_before_told_of() -> None:
+    older = {name: value for name, value in WORKER.items() if name != "loading"}
+    assert row(older, now=103.4) == row(WORKER, now=103.4)
