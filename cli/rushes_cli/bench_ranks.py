@@ -1,6 +1,7 @@
 """What the ranks of `rushes bench replica` measure together, beside clips. Every function is called on every rank."""
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,16 +9,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from rushes_kernels import video_sparse_attention
 from rushes_kernels.plain import OPERATIONS, compute_plainly
 from rushes_worker.checkpoint.directory import Checkpoint
 from rushes_worker.model.transformer import Transformer
 from rushes_worker.parallel import SequenceParallel
-from rushes_worker.pipeline.base import Pipeline
+from rushes_worker.pipeline.base import Pipeline, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
-from rushes_worker.transport import LocalCopies
+from rushes_worker.transport import GroupTransport, LocalCopies
 from torch import Tensor
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
@@ -30,8 +33,11 @@ ALLOWED_NOISE = 2.0
 """Times as far as the plain formulas in the same dtype, which round elsewhere, may the ranks be off."""
 ALLOWED_ERROR = 1e-5
 """And so far in any case: sums in fp32 are made in another order."""
+TUNED_LAYERS, TUNED_RUNS = 10, 5
+"""Blocks of a step that are timed together, and how often; the median counts."""
 CHUNK_ROWS = (1_024, 2_048, 4_096, 8_192)
 TRADE_PARTS = (1, 2, 3)
+NCCL_BLOCKS = (4, 8, 16)
 JOB_TOKENS = (12, 70, 130, 7, 300)
 """Prompt lengths of small clips, one after the other; their sizes are as many, or fewer or more."""
 
@@ -94,16 +100,53 @@ def compare_with_one(rank: Loaded, case: Case, seed: int) -> dict[str, dict[str,
     return errors
 
 
+def compare_with_eager(rank: Loaded, case: Case, seed: int) -> dict[str, int]:
+    """Of one clip, results of this rank, and those that graphs make otherwise than the same work without them.
+
+    In the clip with graphs, the first step and the first unit are not replayed, but what all others are captured after.
+    """
+    pipeline, request = rank.pipeline, case.request(seed)
+    with pipeline._graphs.plainly():
+        expected = _digests(pipeline, request, rank.device)
+    replayed = _digests(pipeline, request, rank.device)
+    assert replayed.keys() == expected.keys()
+    return {"results": len(expected), "differ": sum(replayed[name] != expected[name] for name in expected)}
+
+
+def _digests(pipeline: Pipeline, request: RenderRequest, device: torch.device) -> dict[str, int]:
+    reporter = _Digests(device)
+    remainder = pipeline.render(request, reporter)
+    if remainder is not None:
+        remainder.hand_over()
+    return reporter.digests
+
+
+class _Digests(Marks):
+    """Keeps a checksum of every unit and of the sound."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.digests: dict[str, int] = {}
+
+    def frames(self, unit: int, frames: np.ndarray) -> None:
+        self.digests[f"unit {unit}"] = zlib.crc32(np.ascontiguousarray(frames).data)
+
+    def audio(self, samples: np.ndarray) -> None:
+        self.digests["sound"] = zlib.crc32(np.ascontiguousarray(samples).data)
+
+
 def tune_transfers(rank: Loaded, case: Case, seed: int) -> dict[str, float]:
-    """Seconds of one denoise step: by the rows of a chunk, by the parts of the way back, and without transfers."""
-    parts = Parts(rank.pipeline, case.request(seed), case.tokens)
+    """Milliseconds of a block: by the rows of a chunk, by the parts of the way back, and without transfers."""
+    parts = _Compared(rank.pipeline, case, seed)
     parallel = rank.parallel
     before = parallel._chunk_rows, parallel._trade_parts
-    seconds = {}
+    depth = min(TUNED_LAYERS, rank.pipeline._config.num_layers)
+    milliseconds = {}
 
     def time_step(name: str) -> None:
         parallel.any(False)
-        seconds[name] = round(median(seconds_of(parts.step, rank.device) for _ in range(3)), 5)
+        runs = [seconds_of(lambda: parts.step_through(depth), rank.device) for _ in range(TUNED_RUNS)]
+        milliseconds[name] = round(median(runs) / depth * 1e3, 3)
 
     time_step("first")
     for parallel._chunk_rows in CHUNK_ROWS:
@@ -114,9 +157,22 @@ def tune_transfers(rank: Loaded, case: Case, seed: int) -> dict[str, float]:
     parallel._trade_parts = before[1]
     transport, parallel._transport = parallel._transport, LocalCopies()
     time_step("copies instead of transfers")
+    if rank.device.type == "cuda":
+        for blocks in NCCL_BLOCKS:
+            parallel._transport = _transport_of(blocks)
+            time_step(f"NCCL of {blocks} blocks at most")
     parallel._transport = transport
     time_step("as it is")
-    return seconds
+    return milliseconds
+
+
+def _transport_of(blocks: int) -> GroupTransport:
+    """Of a group whose transfers take no more than `blocks` multiprocessors."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = blocks
+    group = dist.new_group(pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    return GroupTransport(group)
 
 
 def trace_step(rank: Loaded, case: Case, seed: int, folder: Path) -> dict[str, float]:
@@ -224,6 +280,11 @@ class _Compared(Parts):
         """(s, C) fp32: what one block adds to this rank's of random rows, or (S, C) of a model that has all of them."""
         rows = self._rows_SC[model._parallel.own_rows(self._sequence.num_rows)]
         return model.run_block(layer, 3, rows.clone(), self._sequence).float() - rows.float()
+
+    @torch.inference_mode()
+    def step_through(self, depth: int) -> None:
+        """One denoise step through the first blocks."""
+        self._transformer.forward(3, self._text_rows, self._audio_rows, self._video_rows, self._sequence, depth=depth)
 
     @torch.inference_mode()
     def latents(self, model: Transformer, depth: int) -> Tensor:

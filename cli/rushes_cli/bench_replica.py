@@ -24,6 +24,7 @@ from rushes_worker.checkpoint.directory import open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
 from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.settings import EncoderSettings, default_encoders
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
@@ -45,6 +46,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--sp", type=int, required=True, help="ranks, each with a device of its own")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default cuda)")
     add_clip_options(parser, warm_up=2, repeat=3)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the pipeline")
     parser.add_argument("--check", action="store_true", help="compare the ranks' work with what one rank alone makes")
     parser.add_argument("--tune", action="store_true", help="time a denoise step with transfers of other sizes")
     parser.add_argument("--timeline", type=Path, metavar="DIR", help="trace one denoise step of every rank")
@@ -68,7 +70,8 @@ class Place:
     device: str
     weights: str
     seed: int
-    attention: str | None
+    options: tuple[str, ...]
+    """Of the pipeline."""
     folder: Path
     """Shared by the ranks."""
 
@@ -192,9 +195,8 @@ def _load(place: Place) -> bench_ranks.Loaded:
         checkpoint = synthetic_checkpoint(own, seed=place.seed, device=device)
     else:
         checkpoint = open_checkpoint(Path(place.weights))
-    options = [] if place.attention is None else [f"attention={place.attention}"]
     pipeline = FastH3Pipeline(
-        checkpoint, rank=place.rank, sp=place.sp, device=str(device), options=options, parallel=parallel
+        checkpoint, rank=place.rank, sp=place.sp, device=str(device), options=place.options, parallel=parallel
     )
     return bench_ranks.Loaded(pipeline, checkpoint)
 
@@ -216,8 +218,10 @@ def _render_here(
 
 @contextmanager
 def _ranks(arguments: argparse.Namespace, folder: Path) -> Iterator[Ranks]:
+    attention = [] if arguments.attention is None else [f"attention={arguments.attention}"]
+    options = (*attention, *arguments.option)
     places = [
-        Place(rank, arguments.sp, arguments.device, arguments.weights, arguments.seed, arguments.attention, folder)
+        Place(rank, arguments.sp, arguments.device, arguments.weights, arguments.seed, options, folder)
         for rank in range(arguments.sp)
     ]
     ranks = Ranks(places)
@@ -234,7 +238,7 @@ def _replica(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {arguments.sp}")
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:
         raise RushesError(f"needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
-    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess() as media:
+    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(EncoderSettings(encoders=default_encoders())) as media:
         folder = Path(name)
         started = time.perf_counter()
         with _ranks(arguments, folder) as ranks:
@@ -245,6 +249,10 @@ def _replica(arguments: argparse.Namespace) -> int:
                 found = ranks.ask("compare_with_one", first, arguments.seed)
                 _show({"check": found})
                 judge(found)
+                found = ranks.ask("compare_with_eager", first, arguments.seed)
+                _show({"graphs": found})
+                if any(one["differ"] for one in found):
+                    raise InvalidOutput("no figures: graphs make something else than the same work without them")
             for case in cases:
                 _show(_time_clips(ranks, case, folder, media, arguments))
             if arguments.timeline is not None:

@@ -28,12 +28,14 @@ def test_two_ranks_have_their_figures(checkpoint: Path, tmp_path: Path, capfd: p
     everything = ["--check", "--tune", "--timeline", str(tmp_path / "trace"), "--jobs", "2", "--job-sizes", "32x32"]
     assert bench(checkpoint, "--sp", "2", *everything) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-    loaded, check, clip, timeline, tune, jobs = lines
+    loaded, check, graphs, clip, timeline, tune, jobs = lines
     assert len(loaded["ranks"]) == 2
     for errors in check["check"]:
         assert list(errors) == ["block 0", "block 1", "latents"]
         # sums of products in another order, in fp32
         assert all(error["sp"] < 1e-5 for error in errors.values())
+    # four units on the first rank; three, and the sound, on the last one
+    assert graphs["graphs"] == [{"results": 4, "differ": 0}] * 2
     assert (clip["case"], clip["sp"], clip["clips"]) == ("5 s, 9 tokens, 32x32", 2, 1)
     stages = [clip[name] for name in ("encoding", "denoising", "decoding", "finishing")]
     assert sum(stages) == pytest.approx(clip["total"], abs=1e-3)
