@@ -27,7 +27,7 @@ def parse_capacities(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: one is no multiple of 64 up to 16,384, comes twice, or there are too many or none.
     """
-    capacities = []
+    capacities: list[int] = []
     for word in _words(text):
         if not (word.isascii() and word.isdigit()) or int(word) % CAPACITY_STEP:
             raise ValueError(f"text capacities must be multiples of {CAPACITY_STEP}, got {word!r}")
@@ -47,7 +47,7 @@ def parse_captures(text: str, capacities: tuple[int, ...]) -> tuple[CaptureShape
     Raises:
         ValueError: one is not written so, or is none that is served.
     """
-    shapes = []
+    shapes: list[CaptureShape] = []
     for word in _words(text):
         numbers = word.split("x")
         if len(numbers) not in (3, 4) or not all(number.isascii() and number.isdigit() for number in numbers):

@@ -143,7 +143,11 @@ class ClipDecoder:
     def _pass_tail_on(self, canvas: "_Canvas") -> None:
         """This rank's tail to the next rank, and that of the one before over which the next unit here fades in."""
         _, tail = self._video_vae.units.split(canvas.frames_CfHW)
-        self._graphs.run(None, lambda: canvas.tail_CtHW.copy_(self._parallel.pass_on(tail)))
+
+        def pass_on() -> None:
+            canvas.tail_CtHW.copy_(self._parallel.pass_on(tail))
+
+        self._graphs.run(None, pass_on)
 
     def _decode_sound(self, bank: Latents, shape: ClipShape, what: str) -> Outbound:
         """The soundtrack on the last rank, nothing on others."""

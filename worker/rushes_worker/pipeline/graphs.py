@@ -214,7 +214,7 @@ class Graphs:
         gc.disable()
         try:
             # other threads of the process may go on using the device
-            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")  # pyright: ignore[reportArgumentType]
             try:
                 work()
             finally:
