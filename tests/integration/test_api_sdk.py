@@ -1,15 +1,20 @@
 """The API as its own process, driven by the official SDK and by plain HTTP."""
 
 import random
+import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import httpx
 import openai
+import psycopg
 import pytest
 from openai import OpenAI
 from openai.types import Video
+from psycopg import sql
 from rushes_core.settings import Settings
+from sqlalchemy import make_url
 from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver
 from support.checkpoints import tiny_checkpoint
 from support.stack import SharedStack
@@ -212,3 +217,32 @@ def test_any_process_serves_any_job(
             assert listed["first_id"] == video_id
             assert http.delete(at_second).json()["deleted"] is True
             assert http.get(f"{restarted.url}/v1/videos/{video_id}").status_code == 410
+
+
+def test_times_are_the_same_wherever_a_process_or_a_database_lives(
+    stack: SharedStack, api_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = stack.settings(checkpoint=api_settings.checkpoint, api_key=API_KEY)
+    url = make_url(settings.database_url).set(drivername="postgresql")
+    with psycopg.connect(url.render_as_string(hide_password=False), autocommit=True) as connection:
+        name = sql.Identifier(url.database or "")
+        connection.execute(sql.SQL("ALTER DATABASE {} SET timezone = 'Asia/Kolkata'").format(name))
+    monkeypatch.setenv("TZ", "America/St_Johns")
+    driver = JobDriver(settings)
+    began = int(time.time())
+    with ApiProcess(settings, tmp_path / "far.log") as server, httpx.Client(headers=AUTHORIZED, timeout=30) as http:
+        deadline = datetime.fromtimestamp(began + 7_200, timezone(timedelta(hours=-9))).isoformat()
+        times = {"not_before": began + 3_600, "deadline": deadline}
+        later = http.post(f"{server.url}/v1/videos", json={"prompt": "a dog", **times}).json()
+        assert (later["not_before"], later["deadline"]) == (began + 3_600, began + 7_200)
+        video_id = http.post(f"{server.url}/v1/videos", json={"prompt": "a dog"}).json()["id"]
+        driver.complete(video_id, CLIP, tmp_path)
+        video = http.get(f"{server.url}/v1/videos/{video_id}").json()
+        (attempt,) = http.get(f"{server.url}/v1/videos/{video_id}/attempts").json()["data"]
+        told = [video["created_at"], attempt["claimed_at"], attempt["started_at"], video["completed_at"]]
+        assert told == sorted(told)
+        assert began <= told[0] <= told[-1] <= time.time()
+        query = {"created_after": began - 1, "created_before": int(time.time()) + 1}
+        found = http.get(f"{server.url}/v1/videos", params=query).json()["data"]
+        assert [one["id"] for one in found] == [video_id, later["id"]]
+    driver.close()
