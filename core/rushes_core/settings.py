@@ -167,7 +167,7 @@ class Settings(DatabaseSettings):
     shutdown_grace_seconds: Annotated[float, Field(ge=0)] = 120.0
     """How long a worker that was asked to stop may go on with its running job before it gives the job back."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1_800.0
-    """How long a rank group may take to load its weights."""
+    """How long a rank group may load without any progress."""
     stage_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
     """How long a rank group may go without progress on a job, or the encoder without a clip, before it is ended. For
     a clip of up to 124 frames of 1344x768; larger ones get in proportion."""
