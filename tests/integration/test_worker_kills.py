@@ -49,7 +49,12 @@ def jobs(settings: Settings) -> Iterator[Jobs]:
 def worker(settings: Settings, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """Two replicas of two ranks each."""
     log = tmp_path_factory.mktemp("worker") / "worker.log"
-    with Worker(settings, log, layout="r2s2", env={"SCRIPTED_LOAD_SECONDS": LOAD_SECONDS}) as worker:
+    with Worker(
+        settings,
+        log,
+        layout="r2s2",
+        env={"SCRIPTED_LOAD_SECONDS": LOAD_SECONDS, "SCRIPTED_CAPTURE_SECONDS": LOAD_SECONDS},
+    ) as worker:
         yield worker
 
 
@@ -151,12 +156,21 @@ def test_rank_killed_while_its_clip_is_finished_costs_no_attempt(
     check_replaced(jobs, worker, settings, pair, victim.id)
 
 
-def test_rank_killed_while_it_loads(settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]) -> None:
+@pytest.mark.parametrize("stage", ["loading weights", "capturing"])
+def test_rank_killed_before_it_is_ready(
+    settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica], stage: str
+) -> None:
     """Killed in one group to have another load, and then in that one: a job that waits loses nothing."""
     victim = pair[0]
     starts = len(worker.events("group_starting"))
     os.kill(ranks(victim)[0], signal.SIGKILL)
     loading = eventually(lambda: worker.events("group_starting")[starts:])[0]["pids"]
+
+    def is_there() -> bool:
+        now = next(one for one in jobs.replicas() if one.id == victim.id)
+        return now.epoch == victim.epoch + 1 and now.detail.get("loading", {}).get("stage") == stage
+
+    eventually(is_there)
     os.kill(loading[1], signal.SIGKILL)
     eventually(lambda: not any(is_alive(pid) for pid in loading), seconds=5)
     job = jobs.wait_completed(jobs.add("a wave"))
@@ -170,3 +184,37 @@ def test_rank_killed_while_it_loads(settings: Settings, jobs: Jobs, worker: Work
     eventually(replaced)
     assert not any(is_alive(pid) for pid in loading)
     assert len(worker.descendants) == 8
+
+
+def kill_at(stage: str, jobs: Jobs, replica: Replica, *, rank: int) -> str:
+    """Have the only replica that takes jobs lose `rank` at `stage` of a job; returns the job's id."""
+    directive, is_there = STAGES[stage]
+    job_id = jobs.add(directive)
+    eventually(lambda: is_there(jobs.get(job_id)))
+    os.kill(ranks(replica)[rank], signal.SIGKILL)
+    eventually(lambda: not any(is_alive(pid) for pid in ranks(replica)), seconds=5)
+    return job_id
+
+
+def test_five_kills_in_a_row_leave_nothing_behind(
+    settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]
+) -> None:
+    """One replica loses a rank at another stage of a job each time; nothing is in the way of its next group."""
+    victim, other = pair
+    segments = set(Path("/dev/shm").iterdir())
+    for turn, stage in enumerate([*STAGES, *STAGES][:5]):
+        before = {one.id: one for one in jobs.wait_ready(2)}[victim.id]
+        jobs.drain(other.id)
+        eventually(lambda: {one.id: one.state for one in jobs.replicas()}[other.id] == "drained")
+        job_id = kill_at(stage, jobs, before, rank=turn % 2)
+        jobs.resume(other.id)
+        job = jobs.wait_completed(job_id)
+        assert (job.attempt, job.crash_count) == (2, 1)
+    epochs = {one.id: one.epoch for one in jobs.wait_ready(2)}
+    assert epochs == {victim.id: victim.epoch + 5, other.id: other.epoch}
+    assert set(Path("/dev/shm").iterdir()) <= segments
+    log = worker.log.read_text()
+    assert "EADDRINUSE" not in log
+    assert "FileExistsError" not in log
+    assert len(worker.descendants) == 8
+    eventually(lambda: not list(settings.scratch.glob("*/attempt-*")))
