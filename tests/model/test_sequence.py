@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3RotaryPosEmbed
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, patchify_video_latents
-from rushes_worker.model.sequence import Modality, PackedSequence, audio_latents, patchify, unpatchify
+from rushes_worker.model.sequence import Modality, PackedSequence, audio_latents, patches
 from support.tiny_model import tiny_config
 
 
@@ -132,19 +132,22 @@ def test_latents_must_divide_into_patches() -> None:
         build(1, 1, 1, 3, 4)
 
 
-class TestPatchify:
-    def test_equals_diffusers(self) -> None:
-        latents = torch.randn(4, 3, 6, 10, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(patchify(latents, (1, 2, 2)), patchify_video_latents(latents[None], (1, 2, 2)))
+class TestPatches:
+    def rows(self, latents: torch.Tensor) -> torch.Tensor:
+        return patches(latents, (1, 2, 2)).flatten(0, 2).flatten(1)
 
-    def test_unpatchify_is_the_inverse(self) -> None:
+    def test_equal_diffusers(self) -> None:
         latents = torch.randn(4, 3, 6, 10, generator=torch.Generator().manual_seed(0))
-        rows = patchify(latents, (1, 2, 2))
-        assert torch.equal(unpatchify(rows, (1, 2, 2), latent_frames=3, latent_height=6, latent_width=10), latents)
+        assert torch.equal(self.rows(latents), patchify_video_latents(latents[None], (1, 2, 2)))
+
+    def test_are_the_latents_themselves(self) -> None:
+        latents, copy = torch.randn(4, 3, 6, 10, generator=torch.Generator().manual_seed(0)), torch.empty(4, 3, 6, 10)
+        patches(copy, (1, 2, 2)).copy_(self.rows(latents).view(3, 3, 5, 4, 1, 2, 2))
+        assert torch.equal(copy, latents)
 
     def test_features_are_channel_then_row_then_column(self) -> None:
         latents = torch.arange(2 * 4 * 4).view(2, 1, 4, 4)
-        assert patchify(latents, (1, 2, 2))[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23]
+        assert self.rows(latents)[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23]
 
 
 def test_audio_rows_hold_the_left_channel_first() -> None:

@@ -11,7 +11,7 @@ from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.clip_shape import ClipShape
 from rushes_worker.pipeline.denoise import Denoiser
 from rushes_worker.pipeline.graphs import Graphs, MemoryUse
-from rushes_worker.pipeline.noise import initial_noise
+from rushes_worker.pipeline.noise import draw_noise_
 from rushes_worker.pipeline.outbound import HostRing, Outbound
 from rushes_worker.pipeline.schedule import Schedule
 from rushes_worker.pipeline.slots import Latents, RequestSlot, Slots
@@ -106,15 +106,9 @@ class TestSlots:
     def test_hold_the_noise_of_their_request(self) -> None:
         slot = new_slot()
         slot.hold(request(seed=3), SMALL, num_tokens=5, text_capacity=64)
-        video, audio = initial_noise(
-            3,
-            latent_channels=CONFIG.in_channels,
-            latent_frames=SMALL.clip.num_latent_frames,
-            latent_height=2,
-            latent_width=4,
-            audio_latent_channels=CONFIG.audio_in_channels,
-            audio_latents=SMALL.clip.num_audio_latents,
-        )
+        video = torch.empty(CONFIG.in_channels, SMALL.clip.num_latent_frames, 2, 4)
+        audio = torch.empty(2 * SMALL.clip.num_audio_latents, CONFIG.audio_in_channels)
+        draw_noise_(3, video, audio)
         assert torch.equal(slot.noise.video_CTHW(SMALL), video)
         assert torch.equal(slot.noise.audio_rows(SMALL), audio)
         assert slot.length.tolist() == [5]

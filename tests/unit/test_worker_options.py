@@ -1,10 +1,27 @@
 import pytest
+from rushes_core.captures import CaptureShape, parse_capacities
+from rushes_core.settings import Settings
 from rushes_worker.pipeline.options import PipelineOptions, revision_of, seed_of
 
 
 def test_options_are_read_by_name() -> None:
     assert PipelineOptions.parse([]) == PipelineOptions(attention=None, synthetic_seed=None)
     assert PipelineOptions.parse(["attention=triton", "weights=synthetic:7"]) == PipelineOptions("triton", 7)
+
+
+def test_shapes_of_graphs_are_read_in_any_order() -> None:
+    options = PipelineOptions.parse(["capture=480x480x107", "graph-bytes=5", "text-capacities=128,64"])
+    assert options.text_capacities == (64, 128)
+    assert options.captures == (CaptureShape(480, 480, 107, 64), CaptureShape(480, 480, 107, 128))
+    assert options.graph_bytes == 5
+    with pytest.raises(ValueError, match="text capacity 64 of 480x480x107x64 is not one of 1024, 4096, 10240"):
+        PipelineOptions.parse(["capture=480x480x107x64"])
+
+
+def test_graphs_are_by_default_what_the_settings_say() -> None:
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert PipelineOptions().text_capacities == parse_capacities(defaults["text_capacities"])
+    assert PipelineOptions().graph_bytes == defaults["graph_bytes"]
 
 
 @pytest.mark.parametrize("option", ["attentoin=triton", "weights=random", "weights=synthetic:", "weights=synthetic:-1"])

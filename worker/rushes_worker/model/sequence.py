@@ -188,31 +188,10 @@ class PackedSequence:
 
 
 def patches(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """A view of contiguous video latents (C, T, Hl, Wl) in the order of transformer rows: (T, h, w, C, 1, p, p)."""
+    """A view of contiguous video latents (C, T, Hl, Wl) in the order of transformer rows and their features:
+    (T, h, w, C, 1, p, p)."""
     pt, ph, pw = _spatial_patch(patch_size)
     return rearrange(latents_CTHW, "c (t pt) (h ph) (w pw) -> t h w c pt ph pw", pt=pt, ph=ph, pw=pw)
-
-
-def patchify(latents_CTHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """Video latents (C, T, Hl, Wl) as transformer rows (T*h*w, C*p*p); a row's features are ordered (C, p, p)."""
-    return patches(latents_CTHW, patch_size).flatten(0, 2).flatten(1)
-
-
-def unpatchify(
-    rows: Tensor, patch_size: tuple[int, int, int], *, latent_frames: int, latent_height: int, latent_width: int
-) -> Tensor:
-    """Inverse of `patchify`: rows (T*h*w, C*p*p) to latents (C, T, Hl, Wl)."""
-    pt, ph, pw = _spatial_patch(patch_size)
-    return rearrange(
-        rows,
-        "(t h w) (c pt ph pw) -> c (t pt) (h ph) (w pw)",
-        t=latent_frames // pt,
-        h=latent_height // ph,
-        w=latent_width // pw,
-        pt=pt,
-        ph=ph,
-        pw=pw,
-    )
 
 
 def audio_latents(rows: Tensor) -> Tensor:
