@@ -58,14 +58,14 @@ def through_driver(settings: Settings, owner: str, until: float) -> int:
     complete = Prepared(jobs.complete(job_id, fence=fence, result=RESULT, timings=TIMINGS).options(state))
     connections = Connections(settings)
     count = 0
-    with connections.lend() as connection:
+    with connections.lend() as cursor:
         while time.monotonic() < until:
-            row = claim.execute(connection).fetchone()
+            row = claim.execute(cursor).fetchone()
             if row is None:
                 break
             held = {"job_id": row["id"], "fence": row["fence"]}
-            assert start.execute(connection, **held).fetchone() is not None
-            assert complete.execute(connection, **held).fetchone() is not None
+            assert start.execute(cursor, **held).fetchone() is not None
+            assert complete.execute(cursor, **held).fetchone() is not None
             count += 1
     connections.close()
     return count

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from psycopg import Connection, Cursor
+from psycopg import Cursor
 from psycopg.rows import DictRow
 from sqlalchemy import Executable
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
@@ -14,7 +14,7 @@ _DIALECT = PGDialect_psycopg(paramstyle="numeric_dollar")
 
 
 class Prepared:
-    """A statement of SQLAlchemy's as the server takes it, for connections whose cursors are `psycopg.RawCursor`s.
+    """A statement of SQLAlchemy's as the server takes it, for a `psycopg.RawCursor`.
 
     What it holds of values stays; its `bindparam`s are given with every execution, by name.
 
@@ -37,7 +37,7 @@ class Prepared:
         self._values = [self._processed(name, compiled.params[name]) for name in names]
         self._places = {name: place for place, name in enumerate(names)}
 
-    def execute(self, connection: Connection[DictRow], **values: Any) -> Cursor[DictRow]:
+    def execute(self, cursor: Cursor[DictRow], **values: Any) -> Cursor[DictRow]:
         """Run it. `values` that the statement has no parameter for are left out.
 
         Raises:
@@ -47,7 +47,7 @@ class Prepared:
         for name, value in values.items():
             if name in self._places:
                 parameters[self._places[name]] = self._processed(name, value)
-        return connection.execute(self._query, parameters, prepare=self._keep)
+        return cursor.execute(self._query, parameters, prepare=self._keep)
 
     def _processed(self, name: str, value: Any) -> Any:
         processor = self._processors.get(name)

@@ -203,13 +203,13 @@ def test_a_connection_that_failed_is_not_lent_again(settings: Settings) -> None:
     lender = Connections(settings)
     with pytest.raises(ZeroDivisionError), lender.lend() as first:
         raise ZeroDivisionError
-    assert first.closed
+    assert first.connection.closed
     with lender.lend() as second:
         pass
     with lender.lend() as third:
         assert third is second
     lender.close()
-    assert second.closed
+    assert second.connection.closed
 
 
 def test_a_prepared_statement_takes_its_values_and_those_that_it_is_given(settings: Settings, rows: JobRows) -> None:
@@ -217,9 +217,9 @@ def test_a_prepared_statement_takes_its_values_and_those_that_it_is_given(settin
     statement = Prepared(select(Job.state, Job.request).where(Job.id == bindparam("job_id"), Job.project == "p"))
     pause = Prepared(backlog.pause_queue("p"), keep=False)
     lender = Connections(settings)
-    with lender.lend() as connection:
+    with lender.lend() as cursor:
         for job_id, found in ((job.id, [{"state": "queued", "request": job.request}]), ("another", [])):
-            assert statement.execute(connection, job_id=job_id, nothing="of it").fetchall() == found
-        assert [row["project"] for row in pause.execute(connection)] == ["p"]
+            assert statement.execute(cursor, job_id=job_id, nothing="of it").fetchall() == found
+        assert [row["project"] for row in pause.execute(cursor)] == ["p"]
     lender.close()
     rows.run(backlog.resume_queue("p"))

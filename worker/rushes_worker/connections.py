@@ -29,61 +29,63 @@ class Connections:
         # a statement that is run all the time is not planned again to see whether its values would have helped; and a
         # plan that was made for a small table looks its rows up all the same when thousands were added
         self._arguments["options"] += " -c plan_cache_mode=force_generic_plan -c enable_seqscan=off"
-        self._free: list[Connection[DictRow]] = []
-        self._planned_at: dict[Connection[DictRow], float] = {}
+        self._free: list[_Open] = []
         self._slots = threading.BoundedSemaphore(_MAX_OPEN)
 
     @contextmanager
-    def lend(self) -> Iterator[Connection[DictRow]]:
-        """A connection in autocommit mode.
+    def lend(self) -> Iterator[Cursor[DictRow]]:
+        """The one cursor of a connection in autocommit mode: what one statement returns is read before the next runs.
 
         Raises:
             one of `UNREACHABLE`
         """
         with self._slots:
-            connection = self._take()
+            lent = self._take()
             try:
-                self._forget_old_plans(connection)
-                yield connection
+                lent.forget_old_plans()
+                yield lent.cursor
             except BaseException:
-                self._drop(connection)
+                lent.connection.close()
                 raise
-            self._free.append(connection)
+            self._free.append(lent)
 
     def close(self) -> None:
-        while (connection := self._pop()) is not None:
-            self._drop(connection)
+        while (lent := self._pop()) is not None:
+            lent.connection.close()
 
-    def _take(self) -> Connection[DictRow]:
-        while (connection := self._pop()) is not None:
-            if not _has_ended(connection):
-                return connection
-            self._drop(connection)
+    def _take(self) -> "_Open":
+        while (lent := self._pop()) is not None:
+            if not lent.has_ended:
+                return lent
+            lent.connection.close()
         connection = Connection[DictRow].connect(**self._arguments, autocommit=True, row_factory=dict_row)
-        connection.cursor_factory = cast("type[Cursor[DictRow]]", RawCursor)
-        self._planned_at[connection] = time.monotonic()
-        return connection
+        return _Open(connection)
 
-    def _pop(self) -> Connection[DictRow] | None:
+    def _pop(self) -> "_Open | None":
         # one step: another thread may take the last one after this one has looked
         try:
             return self._free.pop()
         except IndexError:
             return None
 
-    def _forget_old_plans(self, connection: Connection[DictRow]) -> None:
+
+class _Open:
+    """A connection, and what is made once for it."""
+
+    def __init__(self, connection: Connection[DictRow]) -> None:
+        self.connection = connection
+        self.cursor = cast("Cursor[DictRow]", RawCursor(connection))
+        self._news = select.poll()
+        self._news.register(connection.fileno(), select.POLLIN)
+        self._planned_at = time.monotonic()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server has said something though it was asked for nothing: nearly always that this is the end."""
+        return bool(self._news.poll(0))
+
+    def forget_old_plans(self) -> None:
         now = time.monotonic()
-        if now - self._planned_at[connection] > _PLANS_KEPT_SECONDS:
-            connection.execute("DISCARD PLANS", prepare=False)
-            self._planned_at[connection] = now
-
-    def _drop(self, connection: Connection[DictRow]) -> None:
-        connection.close()
-        self._planned_at.pop(connection, None)
-
-
-def _has_ended(connection: Connection[DictRow]) -> bool:
-    """Whether the server has said something to a connection that asked for nothing: nearly always its end."""
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    return bool(poll.poll(0))
+        if now - self._planned_at > _PLANS_KEPT_SECONDS:
+            self.cursor.execute("DISCARD PLANS", prepare=False)
+            self._planned_at = now

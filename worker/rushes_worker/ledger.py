@@ -208,14 +208,14 @@ class Ledger:
 
     def _fetch(self, statement: Prepared, **values: Any) -> DictRow | None:
         """The row that a statement returns, if it does; it is committed by then."""
-        with self._connections.lend() as connection:
-            return statement.execute(connection, **values).fetchone()
+        with self._connections.lend() as cursor:
+            return statement.execute(cursor, **values).fetchone()
 
     def _release_unknown(self, known: Collection[int]) -> None:
         """Give back what a claim took whose reply never came."""
         statement = _once(jobs.release_unknown(owner=self._replica_id, fences=known))
-        with self._connections.lend() as connection:
-            for row in statement.execute(connection):
+        with self._connections.lend() as cursor:
+            for row in statement.execute(cursor):
                 log.warning("job_released", job_id=row["id"], reason="the reply to its claim was lost")
 
 
