@@ -110,20 +110,27 @@ class Graphs:
             self._capture(key, work)
 
     def measure(self, work: Work) -> int:
-        """Run `work` and return the bytes that it passes through, which are given back; 0 on the CPU."""
+        """Run `work` and return the bytes that it passes through, which are given back.
+
+        0 on the CPU, and where there is less memory than that.
+        """
         if self._pool is None:
             work()
             return 0
         pool = torch.cuda.MemPool()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        with torch.cuda.use_mem_pool(pool):
-            work()
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        torch.cuda.synchronize(self._device)
-        del pool
-        torch.cuda.empty_cache()
-        return peak
+        try:
+            with torch.cuda.use_mem_pool(pool):
+                work()
+            return torch.cuda.max_memory_allocated(self._device) - before
+        except torch.OutOfMemoryError as error:
+            log.warning("workspace_not_measured", error=str(error))
+            return 0
+        finally:
+            torch.cuda.synchronize(self._device)
+            del pool
+            torch.cuda.empty_cache()
 
     def reserve(self, num_bytes: int) -> None:
         """Take the memory that work passes through from the device, in one piece; less, where there is less."""
