@@ -25,7 +25,8 @@ from rushes_core.variants import BY_PRODUCTS
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.messages import MadeClip
 from rushes_worker.media.process import ClipSpec, MediaProcess
-from rushes_worker.media.settings import DEFAULT_PRESETS, PRESETS, EncoderSettings
+from rushes_worker.media.settings import DEFAULT_PRESETS, PRESETS, EncoderSettings, default_encoders
+from rushes_worker.media.times import Span, timeline
 
 _FINISH_SECONDS = 300.0
 _COMPARED = 4
@@ -53,8 +54,7 @@ def main() -> None:
     many.add_argument("--size", default="480x480")
     many.set_defaults(run=_many)
     for action in (finish, presets):
-        cores = len(os.sched_getaffinity(0))
-        default = max(1, min(8, cores // 2))
+        default = default_encoders()
         action.add_argument("--encoders", type=int, default=default, help=f"segments at once (default {default})")
         action.add_argument("--keyframe-interval", type=int, nargs="+", default=[EncoderSettings().keyframe_interval])
         action.add_argument("--threads", type=int, default=EncoderSettings().threads)
@@ -109,7 +109,7 @@ def _finish_clips(frames: np.ndarray, settings: EncoderSettings, arguments: argp
         flush=True,
     )
     if arguments.timeline:
-        _print_timeline(made, handed_over, ended)
+        print(timeline([*made.spans, Span("finished", ended, ended)]), flush=True)
 
 
 def _hand_over(
@@ -136,16 +136,6 @@ def _hand_over(
         handed_over.append(time.monotonic())
     made = media.finish(_FINISH_SECONDS)
     return handed_over, time.monotonic(), made
-
-
-def _print_timeline(made: MadeClip, handed_over: list[float], ended: float) -> None:
-    zero = handed_over[-1]
-    print("| | from ms | to ms |\n|---|---|---|")
-    rows = [(span.what, span.began, span.ended) for span in made.spans]
-    rows += [(f"unit {number} handed over", at, at) for number, at in enumerate(handed_over)]
-    for what, start, stop in sorted(rows, key=lambda row: row[1]):
-        print(f"| {what} | {(start - zero) * 1e3:.0f} | {(stop - zero) * 1e3:.0f} |")
-    print(f"| finished | | {(ended - zero) * 1e3:.0f} |", flush=True)
 
 
 def _many(arguments: argparse.Namespace) -> None:

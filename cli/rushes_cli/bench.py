@@ -24,7 +24,9 @@ from rushes_kernels.video_sparse_attention import num_selected_tiles, tile_map
 from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
-from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.process import ClipSpec, MadeClip, MediaProcess
+from rushes_worker.media.settings import EncoderSettings, default_encoders
+from rushes_worker.media.times import Span, timeline
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
@@ -44,6 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     pipeline = actions.add_parser("pipeline", help="prompt to MP4 on cuda:0, with the time of every stage")
     add_clip_options(pipeline, warm_up=1, repeat=3)
     pipeline.add_argument("--keep", type=Path, metavar="FILE", help="keep the last clip")
+    pipeline.add_argument("--timeline", action="store_true", help="also when each unit of a clip came and was encoded")
     pipeline.add_argument("--parts", action="store_true", help="time one denoise step and one unit, not whole clips")
     pipeline.add_argument("--plain", nargs="*", default=[], choices=OPERATIONS, help="compute these in plain PyTorch")
     pipeline.add_argument("--ablation", action="store_true", help="also time step and unit, one kernel after the other")
@@ -74,6 +77,8 @@ class TimedReporter:
     media: MediaProcess
     folder: Path
     marks: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list[Span])
+    """When raw frames were written for the media process."""
 
     def mark(self, label: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -88,7 +93,9 @@ class TimedReporter:
 
     def frames(self, unit: int, frames: np.ndarray) -> None:
         path = self.folder / f"unit-{unit:03}.rgb"
+        began = time.monotonic()
         np.ascontiguousarray(frames).tofile(path)
+        self.spans.append(Span(f"writing unit {unit}", began, time.monotonic()))
         self.media.add_unit(unit, path, len(frames))
         self.mark(f"unit {unit}")
 
@@ -136,7 +143,8 @@ def _pipeline(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments)
     if not torch.cuda.is_available():
         raise RushesError("needs a CUDA device")
-    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess() as media:
+    encoder = EncoderSettings(encoders=default_encoders())
+    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(encoder) as media:
         _bench(arguments, cases, Path(name), media)
     return 0
 
@@ -185,8 +193,10 @@ def _time_clips(
     """Medians over the clips that count."""
     runs = []
     for i in range(-arguments.warm_up, arguments.repeat):
-        stages = _render(pipeline, case, folder, media, arguments.seed, arguments.keep)
+        stages, spans = _render(pipeline, case, folder, media, arguments.seed, arguments.keep)
         print(f"{case.title}: {'warm-up' if i < 0 else f'clip {i}'} {_line(stages)}", flush=True)
+        if arguments.timeline and i == arguments.repeat - 1:
+            print(timeline(spans), flush=True)
         if i >= 0:
             runs.append(stages)
     middle = {name: median(asdict(run)[name] for run in runs) for name in asdict(runs[0])}
@@ -206,11 +216,12 @@ def _open(arguments: argparse.Namespace, folder: Path) -> Checkpoint:
 
 
 @contextmanager
-def _clip(case: Case, folder: Path, media: MediaProcess, keep: Path | None = None) -> Iterator[None]:
-    path = folder / "clip.mp4"
+def _clip(case: Case, folder: Path, media: MediaProcess, keep: Path | None = None) -> Iterator[list[MadeClip]]:
+    """The clip that the body renders is in the list afterwards."""
+    path, made = folder / "clip.mp4", list[MadeClip]()
     media.start_clip(ClipSpec(path, case.width, case.height, Clip.for_seconds(case.seconds).num_frames))
-    yield
-    media.finish(MEDIA_SECONDS)
+    yield made
+    made.append(media.finish(MEDIA_SECONDS))
     if keep is not None:
         shutil.copy(path, keep)
     path.unlink()
@@ -243,20 +254,22 @@ def _seconds(part: Callable[[], object]) -> float:
 
 def _render(
     pipeline: FastH3Pipeline, case: Case, folder: Path, media: MediaProcess, seed: int, keep: Path | None
-) -> Stages:
+) -> tuple[Stages, list[Span]]:
+    """How long the stages took, and when what was at work after them."""
     reporter = TimedReporter(media, folder)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    with _clip(case, folder, media, keep):
+    with _clip(case, folder, media, keep) as made:
         _render_whole(pipeline, case.request(seed), reporter)
         reporter.mark("end 0")
         torch.cuda.synchronize()
         rendered = time.perf_counter()
     finished = time.perf_counter()
+    spans = [*reporter.spans, *made[0].spans]
     at = {label: reporter.marks[0][1].elapsed_time(event) / 1e3 for label, event in reporter.marks}
     steps = sorted((label for label in at if label.startswith("denoising")), key=lambda label: int(label.split()[1]))
     lengths = [at[after] - at[before] for before, after in pairwise(steps)]
-    return Stages(
+    stages = Stages(
         encoding=at["denoising 0"],
         denoising=at["decoding 0"] - at["denoising 0"],
         decoding=at["end 0"] - at["decoding 0"],
@@ -265,6 +278,7 @@ def _render(
         slowest_step=max(lengths),
         fastest_step=min(lengths),
     )
+    return stages, spans
 
 
 def _render_whole(pipeline: FastH3Pipeline, request: RenderRequest, reporter: TimedReporter) -> None:

@@ -238,7 +238,8 @@ def _replica(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {arguments.sp}")
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:
         raise RushesError(f"needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
-    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(EncoderSettings(encoders=default_encoders())) as media:
+    encoder = EncoderSettings(encoders=default_encoders())
+    with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(encoder) as media:
         folder = Path(name)
         started = time.perf_counter()
         with _ranks(arguments, folder) as ranks:

@@ -13,6 +13,7 @@ from rushes_core.storage import ObjectStore
 from rushes_core.variants import BY_PRODUCTS
 from rushes_worker import publication
 from rushes_worker.media.process import ClipSpec, MediaProcess
+from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.publication import Publication
 from support.faults.proxy import Request, S3Fault, S3Proxy
 from support.media import moving_frames, tone, write_units
@@ -25,7 +26,8 @@ NUM_FRAMES = 24
 
 @pytest.fixture(scope="module")
 def media() -> Iterator[MediaProcess]:
-    with MediaProcess() as process:
+    # small clips: a slow store takes one before its client gives up
+    with MediaProcess(EncoderSettings(crf=45)) as process:
         yield process
 
 

@@ -18,6 +18,7 @@ from rushes_core.variants import VIDEO, Variant
 
 from rushes_worker.media.by_products import ByProduct
 from rushes_worker.media.process import MadeClip, MediaProcess
+from rushes_worker.media.times import Span
 from rushes_worker.media.validate import ClipFacts
 
 log = get_logger(__name__)
@@ -119,7 +120,10 @@ class Publication:
             self._encoded.set()
             if not self._given_up.is_set():
                 self._enter(Phase.UPLOADING)
+                began = time.monotonic()
                 self._published = self._upload_all(made)
+                spans = [*made.spans, Span("upload", began, time.monotonic())]
+                log.debug("clip_timeline", spans=[(span.what, span.began, span.ended) for span in spans])
         except RushesError as error:
             self._error = error
         except Exception as error:
@@ -261,5 +265,7 @@ def _warning(variant: Variant, what: str) -> dict[str, str]:
 
 def remove_attempt(store: ObjectStore, key: str) -> None:
     """Remove what an attempt stored, as far as the store answers; what stays is an orphan that no row points at."""
-    with suppress(StorageError):
+    try:
         store.delete_prefix(f"{PurePosixPath(key).parent}/")
+    except StorageError as error:
+        log.warning("removal_failed", key=key, error=str(error))

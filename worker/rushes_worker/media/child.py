@@ -66,6 +66,7 @@ class ClipInProgress:
         """Have `unit` encoded and those that waited for it, or let it wait for an earlier one."""
         if unit.index < self._next_unit or unit.index in self._waiting:
             raise ValueError(f"unit {unit.index} was added twice")
+        self._encoder.spans.mark(f"unit {unit.index} came")
         self._waiting[unit.index] = unit
         while (ready := self._waiting.get(self._next_unit)) is not None:
             frames = self._frames(ready)

@@ -70,13 +70,18 @@ class EncoderSettings:
         Raises:
             ValueError: names the setting, its value and what it may be.
         """
-        cores = len(os.sched_getaffinity(0)) // replicas
         return cls(
             encoder=settings.encoder,
             preset=settings.encoder_preset,
             crf=settings.encoder_crf,
             keyframe_interval=settings.keyframe_interval,
             audio_bitrate=settings.audio_bitrate,
-            encoders=settings.encoders or max(1, min(MAX_DEFAULT_ENCODERS, cores // 2)),
+            encoders=settings.encoders or default_encoders(replicas),
             refuse_flaws=settings.flawed_clips == "fail",
         )
+
+
+def default_encoders(replicas: int = 1) -> int:
+    """Segments to encode at once where `replicas` share the cores of this machine."""
+    cores = len(os.sched_getaffinity(0)) // replicas
+    return max(1, min(MAX_DEFAULT_ENCODERS, cores // 2))
