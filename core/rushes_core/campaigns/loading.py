@@ -19,11 +19,11 @@ from rushes_core.campaigns.lines import FileUnreadable, LineError, Position
 from rushes_core.campaigns.tables import Campaign, CampaignCount
 from rushes_core.models import ApiKey, Job
 
-LEASE_SECONDS = 60.0
+LEASE_SECONDS = 12.0
 """How long a process that works on a campaign may be silent before another one takes over."""
 PATIENCE = "SET LOCAL statement_timeout = '50s'"
-"""For statements that change some thousands of rows, which a busy server may take longer for than for others; within
-the lease."""
+"""For statements that change some thousands of rows, which a busy server may take longer for than for others. Who runs
+them holds the campaign's row, which nobody takes over meanwhile."""
 DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
 MAX_REPORTED = 1_000
 """Bad lines that are told of a file that was only read."""

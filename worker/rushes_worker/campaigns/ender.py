@@ -2,8 +2,6 @@
 deleted ones, and writes the files of those that are done. Any number may run.
 """
 
-from collections.abc import Callable
-
 from rushes_core.campaigns import closing, events, statements
 from rushes_core.campaigns.loading import PATIENCE, Lease, release, was_cut_off
 from rushes_core.errors import StorageError
@@ -15,6 +13,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from rushes_worker.campaigns.manifest import Manifest
+from rushes_worker.campaigns.renewal import Renewal
 
 log = get_logger(__name__)
 
@@ -102,7 +101,10 @@ class Ender:
         manifest = Manifest(campaign, self._settings, self._model, self._engine, self._store)
         try:
             # nobody can read the files of a deleted one
-            is_whole = campaign.deleted_at is not None or manifest.write(renew=self._renewal(lease))
+            with Renewal(lambda: self._renew(lease)) as renewal:
+                is_whole = campaign.deleted_at is not None or manifest.write(
+                    goes_on=lambda: not self._stopping and renewal.goes_on()
+                )
             state = self._end(lease, manifest, is_cut_off=was_cut_off(campaign)) if is_whole else None
         except StorageError as error:
             log.warning("campaign_store_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
@@ -132,13 +134,10 @@ class Ender:
                 session.execute(events.tell(lease.campaign_id, f"batch.{state}"))
             return state
 
-    def _renewal(self, lease: Lease) -> Callable[[], bool]:
-        def renew() -> bool:
-            """Whether there is still something to be written."""
-            with self._engine.begin() as connection:
-                return not self._stopping and connection.execute(closing.renew_ended(lease)).one_or_none() is not None
-
-        return renew
+    def _renew(self, lease: Lease) -> bool:
+        """Whether there is still something to be written."""
+        with self._engine.begin() as connection:
+            return connection.execute(closing.renew_ended(lease)).one_or_none() is not None
 
     def _release(self, lease: Lease) -> None:
         with self._engine.begin() as connection:

@@ -23,14 +23,14 @@ class Examination:
     """Reads all chunks of a file.
 
     Args:
-        renew: called between chunks; what it raises ends the reading.
+        go_on: called between chunks; what it raises ends the reading.
     """
 
-    def __init__(self, campaign: Campaign, settings: Settings, engine: Engine, *, renew: Callable[[], None]) -> None:
+    def __init__(self, campaign: Campaign, settings: Settings, engine: Engine, *, go_on: Callable[[], None]) -> None:
         self._campaign = campaign
         self._settings = settings
         self._engine = engine
-        self._renew = renew
+        self._go_on = go_on
         self._num_valid = self._num_invalid = 0
         self._shapes: Counter[Shape] = Counter()
         self._errors: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class Examination:
                     for statement in loading.CREATE_SEEN:
                         connection.exec_driver_sql(statement)
                 for chunk in chunks:
-                    self._renew()
+                    self._go_on()
                     with connection.begin():
                         self._add(connection, chunk)
             finally:

@@ -27,11 +27,11 @@ from sqlalchemy.orm import Session
 from rushes_worker.campaigns.chunks import Chunk, chunks
 from rushes_worker.campaigns.copying import copy_rows
 from rushes_worker.campaigns.examination import Examination
+from rushes_worker.campaigns.renewal import Renewal
 from rushes_worker.campaigns.source import content_of
 
 log = get_logger(__name__)
 
-RENEW_SECONDS = loading.LEASE_SECONDS / 4
 SLICE_SECONDS = 10.0
 """How long one campaign is loaded while another one waits for it."""
 STORE_RETRY_SECONDS = 5.0
@@ -74,7 +74,8 @@ class Loader:
         lease = Lease(campaign.id, campaign.fence)
         began = time.monotonic()
         try:
-            is_done = self._load(campaign, lease)
+            with Renewal(lambda: self._renew(lease)) as renewal:
+                is_done = self._load(campaign, lease, renewal)
         except FileUnreadable as error:
             self._fail(lease, [loading.file_error(error)])
         except LeaseLost:
@@ -100,22 +101,19 @@ class Loader:
             log.info("campaign_loaded" if is_done else "campaign_paused", campaign_id=campaign.id, seconds=seconds)
         return True
 
-    def _load(self, campaign: Campaign, lease: Lease) -> bool:
+    def _load(self, campaign: Campaign, lease: Lease, renewal: Renewal) -> bool:
         """Whether all of it is loaded.
 
         Raises:
             FileUnreadable, LeaseLost, StorageError
         """
-        renewed_at = time.monotonic()
 
-        def renew() -> None:
-            nonlocal renewed_at
-            if time.monotonic() > renewed_at + RENEW_SECONDS:
-                self._renew(lease)
-                renewed_at = time.monotonic()
+        def go_on() -> None:
+            if not renewal.goes_on():
+                raise LeaseLost
 
         file, priorities, last_id = self._look_up(campaign)
-        content = content_of(file, self._store, self._settings, on_range=renew)
+        content = content_of(file, self._store, self._settings, on_range=go_on)
         terms = Terms(
             model=self._model,
             defaults=campaign.defaults,
@@ -133,7 +131,7 @@ class Loader:
                 return Reader(content, kind=kind, start=start, max_line_bytes=self._settings.campaign_max_line_bytes)
 
             if campaign.dry_run or (campaign.strict and campaign.state == "validating"):
-                examination = Examination(campaign, self._settings, self._engine, renew=renew)
+                examination = Examination(campaign, self._settings, self._engine, go_on=go_on)
                 report = examination.run(chunks(reader(BEGINNING), terms, video_ids()))
                 if not report["valid"] and not report["invalid"]:
                     raise no_requests()
@@ -264,10 +262,9 @@ class Loader:
             error = {"code": RushesError.code, "message": message, "param": None, "line": failed.loaded_lines + 1}
             self._fail(lease, [error])
 
-    def _renew(self, lease: Lease) -> None:
+    def _renew(self, lease: Lease) -> bool:
         with self._engine.begin() as connection:
-            if connection.execute(loading.renew(lease)).one_or_none() is None:
-                raise LeaseLost
+            return connection.execute(loading.renew(lease)).one_or_none() is not None
 
     def _release(self, lease: Lease, *, after_seconds: float = 0) -> None:
         with self._engine.begin() as connection:

@@ -56,18 +56,18 @@ class Manifest:
         self._uploads: dict[Part, Upload] = {}
         self._old = [getattr(campaign, part.column) for part in PARTS]
 
-    def write(self, *, renew: Callable[[], bool]) -> bool:
-        """Store both files, each unless it would be empty. False: `renew` broke that off.
+    def write(self, *, goes_on: Callable[[], bool]) -> bool:
+        """Store both files, each unless it would be empty. False: `goes_on` broke that off.
 
         Args:
-            renew: called before every `ITEMS_AT_ONCE` lines, whether to go on.
+            goes_on: called before every `ITEMS_AT_ONCE` lines, whether to go on.
 
         Raises:
             StorageError
         """
         for part in PARTS:
             for items in self._items(part):
-                if not renew():
+                if not goes_on():
                     return False
                 upload = self._uploads.get(part)
                 if upload is None:
