@@ -324,14 +324,15 @@ SELECT count(*) FROM (
     SELECT job_id FROM job_events WHERE new_state = 'completed' GROUP BY job_id HAVING count(*) > 1
 ) AS twice
 """
-# while all three had work: up to the first end of the last job of a project; what a dead replica held is nobody's share
+# while the campaign of each project that nothing holds had work; what a dead replica held is nobody's share
 _SHARES = """
 WITH work AS (
-    SELECT j.project, a.started_at, a.finished_at FROM job_attempts AS a JOIN jobs AS j ON j.id = a.job_id
-    WHERE j.campaign_id IS NOT NULL AND a.started_at IS NOT NULL AND a.outcome IN ('completed', 'failed')
+    SELECT j.project, c.name = j.project AS is_never_held, a.started_at, a.finished_at
+    FROM job_attempts AS a JOIN jobs AS j ON j.id = a.job_id JOIN campaigns AS c ON c.id = j.campaign_id
+    WHERE a.started_at IS NOT NULL AND a.outcome IN ('completed', 'failed')
 ), shared AS (
     SELECT max(first) AS since, min(last) AS until FROM (
-        SELECT project, min(started_at) AS first, max(started_at) AS last FROM work GROUP BY project
+        SELECT min(started_at) AS first, max(started_at) AS last FROM work WHERE is_never_held GROUP BY project
     ) AS spans
 )
 SELECT project, count(*) AS jobs, sum(extract(epoch FROM finished_at - started_at))::float AS seconds
