@@ -9,7 +9,7 @@ from rushes_core.errors import OutOfMemory
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.rank import is_out_of_memory
-from support.rendering import RecordingReporter, request
+from support.rendering import RecordingReporter, render_whole, request
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,5 @@ def test_low_memory_plan_decodes_one_tile_at_a_time(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(pipeline._video_vae, "decode_unit", spy)
     for low_memory in (False, True):
-        pipeline.render(request(width=32, height=32, low_memory=low_memory), RecordingReporter())
+        render_whole(pipeline, request(width=32, height=32, low_memory=low_memory), RecordingReporter())
     assert seen == [None] * 6 + [1] * 6

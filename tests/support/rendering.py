@@ -65,7 +65,7 @@ def render_on_rank(
     reporters = []
     for one in requests:
         reporter = RecordingReporter()
-        pipeline.render(one, reporter)
+        render_whole(pipeline, one, reporter)
         reporters.append(reporter)
     return reporters
 
@@ -81,7 +81,7 @@ def fail_on_rank(parallel: SequenceParallel, checkpoint: Path, broken_rank: int)
             decoder._mean.fill_(float("nan"))
         reporter = RecordingReporter()
         try:
-            pipeline.render(request(), reporter)
+            render_whole(pipeline, request(), reporter)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
         if decoder is not None:

@@ -33,7 +33,7 @@ class Ahead:
             claim = self._take()
             if claim is not None:
                 self._begin(Attempt(self._workshop, claim))
-        elif not self._is_told and not self._thread.is_alive() and self._is_started:
+        elif not self._is_told and self._is_started:
             self._tell(self._attempt, behind)
 
     def hear(self, rank: int, report: Report) -> None:

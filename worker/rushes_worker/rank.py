@@ -123,6 +123,9 @@ class Rank:
 
     def _next_serial(self, remainder: Remainder) -> int:
         """The render whose work can be queued before `remainder` is handed over; 0 if none was said in time."""
+        if remainder.is_done and not self._boot.device.startswith("cuda"):
+            # what is computed next would only hold it up
+            return 0
         while not (serial := self._line.next_serial(_NEXT_POLL_SECONDS)) and not remainder.is_done:
             pass
         return serial

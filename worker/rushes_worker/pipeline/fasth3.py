@@ -3,7 +3,7 @@
 All ranks of a replica run the same code. They share the text encoder's heads and the transformer's rows and heads; the
 temporal units of the video VAE are dealt round-robin, and the last rank, which has the fewest, decodes the sound. A
 fault that one rank finds in its own output is agreed on before it is raised, so that no rank is left waiting for
-another.
+another; but not in what is decoded last, after which none waits.
 
 What a clip needs on the device is allocated once (`slots.py`, `workspace.py`), and its work is replayed from graphs
 (`graphs.py`).
@@ -38,7 +38,7 @@ from rushes_worker.pipeline.graphs import Graphs, MemoryUse
 from rushes_worker.pipeline.options import PipelineOptions
 from rushes_worker.pipeline.outbound import Handover
 from rushes_worker.pipeline.schedule import Schedule
-from rushes_worker.pipeline.slots import NUM_BANKS, NUM_SLOTS, Latents, RequestSlot, Slots
+from rushes_worker.pipeline.slots import NUM_BANKS, NUM_SLOTS, Latents, RequestSlot
 from rushes_worker.pipeline.text import TextStage, capacity_for
 from rushes_worker.pipeline.workspace import Workspace
 
@@ -154,12 +154,11 @@ class FastH3Pipeline:
                     self._capture()
 
     @torch.inference_mode()
-    def render(self, request: RenderRequest, reporter: Reporter) -> Handover | None:
+    def render(self, request: RenderRequest, reporter: Reporter) -> Handover:
         """Render one clip.
 
         Returns:
-            On CUDA, the last unit's frames or the sound on their way to the host; they alone are then still to be
-            handed over.
+            The last unit's frames or the sound on their way to the host; they alone are then still to be handed over.
 
         Raises:
             Cancelled: as the reporter raised it at a boundary.
@@ -182,10 +181,7 @@ class FastH3Pipeline:
             graphs=self._graphs.num_graphs,
             graph_bytes=self._graphs.num_bytes,
         )
-        if self._device.type == "cuda":
-            return rest
-        rest.hand_over()
-        return None
+        return rest
 
     def _render(self, request: RenderRequest, reporter: Reporter) -> Handover:
         shape = self._shape_of(request)
@@ -196,12 +192,8 @@ class FastH3Pipeline:
             reporter.progress("denoising", completed_steps)
             reporter.checkpoint()
 
-        try:
-            self._enter(reporter, "denoising", request)
-            is_finite = self._denoiser.denoise(slot, shape, bank, after_step)
-        finally:
-            self._slots.free(slot)
-        if not is_finite:
+        self._enter(reporter, "denoising", request)
+        if not self._denoiser.denoise(slot, shape, bank, after_step):
             raise NotFinite("the denoised latents are not finite", stage="denoising")
 
         self._enter(reporter, "decoding", request)
@@ -212,19 +204,13 @@ class FastH3Pipeline:
         """The slot with the request's refined text and noise."""
         token_ids = self._tokenizer.encode(request.prompt, max_tokens=MAX_PROMPT_TOKENS)
         self._enter(reporter, "encoding", request)
-        slot = self._fill_slot(request, shape, token_ids)
-        try:
-            reporter.checkpoint()
-        except BaseException:
-            self._slots.free(slot)
-            raise
-        return slot
-
-    def _fill_slot(self, request: RenderRequest, shape: ClipShape, token_ids: Sequence[int]) -> RequestSlot:
-        slot = self._slots.take()
+        slot = next(self._slots)
         capacity = capacity_for(len(token_ids), self._capacities, other_rows=shape.num_other_rows(self._config))
-        slot.hold(request, shape, num_tokens=len(token_ids), text_capacity=capacity)
+        slot.hold(len(token_ids), text_capacity=capacity)
         self._text.encode(token_ids, slot)
+        # the device encodes the text meanwhile
+        slot.draw_noise(request.seed, shape)
+        reporter.checkpoint()
         return slot
 
     def _shape_of(self, request: RenderRequest) -> ClipShape:
@@ -239,7 +225,7 @@ class FastH3Pipeline:
         self._graphs = Graphs(device, max_bytes=options.graph_bytes)
         # what is never captured need not have the same rows for several lengths
         self._capacities = options.text_capacities if self._graphs.captures else ()
-        self._slots = Slots(
+        self._slots = cycle(
             [
                 RequestSlot(config, largest, text_capacity=longest, device=device, dtype=self.dtype)
                 for _ in range(NUM_SLOTS)
