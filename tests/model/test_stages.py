@@ -14,10 +14,10 @@ from rushes_worker.pipeline.graphs import Graphs, MemoryUse
 from rushes_worker.pipeline.noise import draw_noise_
 from rushes_worker.pipeline.outbound import HostRing, Outbound
 from rushes_worker.pipeline.schedule import Schedule
-from rushes_worker.pipeline.slots import Latents, RequestSlot, Slots
+from rushes_worker.pipeline.slots import Latents, RequestSlot
 from rushes_worker.pipeline.text import capacity_for
 from rushes_worker.pipeline.workspace import Carving, Workspace
-from support.rendering import RecordingReporter, request
+from support.rendering import RecordingReporter
 from support.tiny_model import random_weights, tiny_config, tiny_contract
 from torch import Tensor
 
@@ -65,7 +65,8 @@ class Stage:
         self._bank = Latents(CONFIG, room, CPU)
 
     def denoise(self, shape: ClipShape, *, num_tokens: int, capacity: int, seed: int = 7) -> tuple[Tensor, Tensor]:
-        self._slot.hold(request(seed=seed), shape, num_tokens=num_tokens, text_capacity=capacity)
+        self._slot.hold(num_tokens, text_capacity=capacity)
+        self._slot.draw_noise(seed, shape)
         embeds = torch.randn(num_tokens, CONFIG.text_dim, generator=torch.Generator().manual_seed(seed))
         padded = torch.nn.functional.pad(embeds, (0, 0, 0, capacity - num_tokens))
         self._slot.text_rows.copy_(self._transformer.refine(padded, self._slot.length))
@@ -105,7 +106,8 @@ class TestDenoiser:
 class TestSlots:
     def test_hold_the_noise_of_their_request(self) -> None:
         slot = new_slot()
-        slot.hold(request(seed=3), SMALL, num_tokens=5, text_capacity=64)
+        slot.hold(5, text_capacity=64)
+        slot.draw_noise(3, SMALL)
         video = torch.empty(CONFIG.in_channels, SMALL.clip.num_latent_frames, 2, 4)
         audio = torch.empty(2 * SMALL.clip.num_audio_latents, CONFIG.audio_in_channels)
         draw_noise_(3, video, audio)
@@ -113,32 +115,9 @@ class TestSlots:
         assert torch.equal(slot.noise.audio_rows(SMALL), audio)
         assert slot.length.tolist() == [5]
 
-    def test_are_found_by_their_request_until_they_are_free(self) -> None:
-        slots = Slots([new_slot(), new_slot()])
-        one, other = request(), replace(request(), job_id="other")
-        assert slots.of(one) is None
-        held = slots.take()
-        held.hold(one, SMALL, num_tokens=1, text_capacity=64)
-        assert slots.of(one) is held
-        assert slots.of(replace(one, attempt=2)) is None
-        ahead = slots.take()
-        ahead.hold(other, SMALL, num_tokens=1, text_capacity=64)
-        assert ahead is not held
-        slots.free(held)
-        assert slots.of(one) is None
-        assert slots.of(other) is ahead
-        assert slots.take() is held
-
-    def test_what_nobody_asked_for_gives_way(self) -> None:
-        slots = Slots([new_slot(), new_slot()])
-        for name in "abc":
-            slots.take().hold(replace(request(), job_id=name), SMALL, num_tokens=1, text_capacity=64)
-        held = [slots.of(replace(request(), job_id=name)) is not None for name in "abc"]
-        assert held == [False, True, True]
-
     def test_a_longer_text_gets_room(self) -> None:
         slot = new_slot()
-        slot.hold(request(), SMALL, num_tokens=100, text_capacity=128)
+        slot.hold(100, text_capacity=128)
         assert slot.text_rows.shape == (128, CONFIG.hidden_size)
 
 
