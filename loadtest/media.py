@@ -3,10 +3,12 @@
     python loadtest/media.py finish --seconds 5 10 15 --rate 100
     python loadtest/media.py presets
     python loadtest/media.py many --clips 500
+    python loadtest/media.py upload
 
 `finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
 clip. `presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in.
-`many` has one process make clip after clip, and prints what it holds after each fifth of them.
+`many` has one process make clip after clip, and prints what it holds after each fifth of them. `upload` stores the clip
+of `finish` in a store on this machine, or the one that `RUSHES_*` names.
 """
 
 import argparse
@@ -53,6 +55,10 @@ def main() -> None:
     many.add_argument("--clips", type=int, default=500)
     many.add_argument("--size", default="480x480")
     many.set_defaults(run=_many)
+    upload = actions.add_parser("upload")
+    upload.add_argument("--seconds", type=float, default=10.0)
+    upload.add_argument("--repeat", type=int, default=5)
+    upload.set_defaults(run=_upload)
     for action in (finish, presets):
         default = default_encoders()
         action.add_argument("--encoders", type=int, default=default, help=f"segments at once (default {default})")
@@ -156,6 +162,37 @@ def _many(arguments: argparse.Namespace) -> None:
                     "load_average": Path("/proc/loadavg").read_text().split()[0],
                 }
                 print(json.dumps(figures), flush=True)
+
+
+def _upload(arguments: argparse.Namespace) -> None:
+    # the other actions need neither database nor store
+    import bench
+    from rushes_core.storage import ObjectStore
+
+    frames = scenes.drift(Clip.for_seconds(arguments.seconds).num_frames)
+    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, bench.servers() as settings:
+        path = Path(folder) / "video.mp4"
+        _, height, width, _ = frames.shape
+        with ClipEncoder(path, width=width, height=height, num_frames=len(frames)) as encoder:
+            encoder.add_frames(frames)
+            encoder.finish(_chord(len(frames)))
+            assert encoder.facts is not None
+            sha256 = encoder.facts.sha256
+        store, taken = ObjectStore(settings), list[float]()
+        for number in range(arguments.repeat + 1):
+            key = f"results/load/{os.getpid()}-{number}.mp4"
+            began = time.monotonic()
+            store.put_file(key, path, content_type="video/mp4", sha256=sha256)
+            taken.append((time.monotonic() - began) * 1e3)
+            store.delete_keys([key])
+        # the first one connects
+        bench.report(
+            "upload",
+            mebibytes=round(path.stat().st_size / 2**20, 2),
+            median_ms=round(median(taken[1:]), 1),
+            most_ms=round(max(taken[1:]), 1),
+            load_average=Path("/proc/loadavg").read_text().split()[0],
+        )
 
 
 def _presets(arguments: argparse.Namespace) -> None:

@@ -161,6 +161,25 @@ class TestRefusals:
         assert worker.wait() == 1
         assert f"rushes worker: {message}" in worker.log.read_text()
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"encoder_preset": "placebo"}, "encoder_preset='placebo' is not one of libx264's: ultrafast, superfast"),
+            ({"encoder": "h264_nvenc"}, "encoder=h264_nvenc with encoder_preset=p4, encoder_crf=18, "),
+        ],
+        ids=["preset", "nvenc"],
+    )
+    def test_encoder_that_makes_no_clip_is_refused(
+        self, jobs: Jobs, start_worker: StartWorker, changes: dict[str, Any], message: str
+    ) -> None:
+        if "encoder" in changes and Path("/dev/nvidia0").exists():
+            pytest.skip("this machine has an NVIDIA device")
+        job_id = jobs.add()
+        worker = start_worker(**changes)
+        assert worker.wait() == 1
+        assert f"rushes worker: {message}" in worker.log.read_text()
+        assert jobs.states(job_id) == ["queued"]
+
     def test_store_that_is_away_is_waited_for(self, jobs: Jobs, start_worker: StartWorker) -> None:
         worker = start_worker(s3_endpoint_url="http://127.0.0.1:1")
         jobs.wait_ready()

@@ -1,6 +1,5 @@
 """Does the encoder that was asked for make a clip here? Tried before a worker claims anything."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, units_of
 from rushes_worker.media.errors import MediaError
 from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.scratch import Scratch
 
 _WIDTH, _HEIGHT, _NUM_FRAMES = 320, 192, 39
 _SECONDS = 60.0
@@ -27,16 +27,18 @@ def try_encoder(settings: EncoderSettings, scratch: Path, *, device: str = "") -
     Raises:
         ValueError: names the settings that made none, what came instead, and which encoders there are.
     """
-    with tempfile.TemporaryDirectory(prefix="rushes-trial-", dir=scratch) as name:
-        try:
-            _make_clip(replace(settings, refuse_flaws=False), Path(name), device)
-        except (MediaError, OSError) as error:
-            raise ValueError(
-                f"encoder={settings.encoder} with encoder_preset={settings.preset}, encoder_crf={settings.crf}, "
-                f"keyframe_interval={settings.keyframe_interval}, audio_bitrate={settings.audio_bitrate} makes no clip "
-                f"here: {error} (H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: "
-                f"{', '.join(h264_encoders())}; a hardware encoder also needs its device and driver)"
-            ) from error
+    own = Scratch(scratch)
+    try:
+        _make_clip(replace(settings, refuse_flaws=False), own.path, device)
+    except (MediaError, OSError) as error:
+        raise ValueError(
+            f"encoder={settings.encoder} with encoder_preset={settings.preset}, encoder_crf={settings.crf}, "
+            f"keyframe_interval={settings.keyframe_interval}, audio_bitrate={settings.audio_bitrate} makes no clip "
+            f"here: {error} (H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: "
+            f"{', '.join(h264_encoders())}; a hardware encoder also needs its device and driver)"
+        ) from error
+    finally:
+        own.remove()
 
 
 def h264_encoders() -> list[str]:
