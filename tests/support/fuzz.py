@@ -13,15 +13,17 @@ import sys
 import tempfile
 from base64 import urlsafe_b64encode
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rushes_core.settings import Settings
 from support import fuzz_hooks
 from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver
+from support.stack import settings_of
 
 WEBHOOK_KEY = urlsafe_b64encode(bytes(32)).decode()
-_LEFT_OUT = ("create_and_fetch", "readyz")
-"""One waits for a worker, and there is none; of the other 503 is an ordinary answer."""
+OPTIONS: dict[str, Any] = {"webhook_key": WEBHOOK_KEY, "sync_timeout_seconds": 1}
+"""Settings that a run needs; there is no worker that anybody could wait for."""
 
 
 def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]:
@@ -63,7 +65,6 @@ def fuzz(
         *("run", f"{url}/openapi.json"),
         *("--header", f"Authorization: {AUTHORIZED['Authorization']}"),
         *("--mode", "all", "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples)),
-        *(word for name in _LEFT_OUT for word in ("--exclude-operation-id", name)),
         *("--seed", str(seed), "--workers", "2", "--generation-database", "none"),
         *("--request-timeout", "30", "--suppress-health-check", "all", "--continue-on-failure", "--warnings", "off"),
     ]
@@ -83,9 +84,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rushes-fuzz-") as directory, EmbeddedStack(directory) as stack:
         folder = Path(directory)
-        fields = {name.removeprefix("RUSHES_").lower(): value for name, value in stack.settings_env.items()}
-        own = {"checkpoint": tiny_checkpoint(folder / "checkpoint"), "api_key": API_KEY, "webhook_key": WEBHOOK_KEY}
-        settings = Settings(**(fields | own))
+        checkpoint = tiny_checkpoint(folder / "checkpoint")
+        settings = settings_of(stack.settings_env, checkpoint=checkpoint, api_key=API_KEY, **OPTIONS)
         migrate(settings)
         with ApiProcess(settings, folder / "api.log") as api:
             ids = populate(settings, api.url, folder)
