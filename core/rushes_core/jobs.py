@@ -28,7 +28,7 @@ from sqlalchemy.orm import aliased
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
-from rushes_core.campaigns.tables import BUDGET_ERROR, Campaign
+from rushes_core.campaigns.tables import CANCEL_ERROR, Campaign
 from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
@@ -452,7 +452,7 @@ _QUEUED, _FAILED, _CANCELLED = (
 )
 _BY_USER = literal(CANCELLED_BY_USER, Job.error.type)
 _WHY_CANCELLED = func.coalesce(
-    select(literal_column(BUDGET_ERROR, Job.error.type))
+    select(literal_column(CANCEL_ERROR, Job.error.type))
     .where(Campaign.id == Job.campaign_id)
     .correlate(Job)
     .scalar_subquery(),

@@ -252,6 +252,7 @@ RETRYABLE_ERRORS: dict[str, bool] = {
     "invalid_request": False,
     "cancelled_by_user": True,
     "budget_reached": True,
+    "max_failures_reached": True,
     "deadline_exceeded": True,
     "batch_expired": True,
 }

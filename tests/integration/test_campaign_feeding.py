@@ -622,6 +622,21 @@ class TestFailures:
         assert rows.read(running.id).cancel_requested_at is not None
         assert rows.claim() is None
 
+    def test_what_is_cancelled_for_them_says_so(self, rows: CampaignRows) -> None:
+        campaign = rows.campaign(max_failures=1, on_failure="cancel")
+        rows.feed()
+        running = rows.claim_and_start()
+        rows.fail(rows.claim_and_start())
+        rows.feed()
+        cancelled = rows.run(jobs.confirm_cancel(running.id, fence=running.fence or 0))
+        with Session(rows.engine) as session, session.begin():
+            found = session.execute(closing.to_close()).one()
+        message = "Of the campaign's jobs 1 failed, and its max_failures is 1."
+        assert cancelled.error == found.why == {"code": "max_failures_reached", "message": message}
+        errors = rows.of(campaign).errors
+        assert errors is not None
+        assert errors["data"] == [found.why | {"param": "max_failures", "line": None}]
+
 
 class TestProof:
     def test_only_the_first_items_run_and_the_others_wait_for_approval(self, rows: CampaignRows) -> None:

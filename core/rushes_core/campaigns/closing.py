@@ -5,6 +5,7 @@ Whoever changes a campaign and its jobs locks the campaign first.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
@@ -32,7 +33,7 @@ from sqlalchemy.sql.selectable import TextualSelect
 from rushes_core import jobs
 from rushes_core.campaigns import feeder
 from rushes_core.campaigns.loading import Lease, is_held, lease_end, leased
-from rushes_core.campaigns.tables import ACTIVE_STATES, BUDGET, BUDGET_ERROR, Campaign, CampaignCount
+from rushes_core.campaigns.tables import ACTIVE_STATES, CANCEL_ERROR, Campaign, CampaignCount
 from rushes_core.models import Job
 from rushes_core.predicates import IS_LEASED
 
@@ -45,18 +46,28 @@ EXPIRED: dict[str, Any] = {
 """With OpenAI's code for it."""
 
 
-def request_stop(campaign_id: str, *, spent: Mapping[str, Any] | None = None) -> tuple[Executable, ...]:
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Why a campaign is cancelled that nobody cancelled."""
+
+    name: str
+    """`BUDGET` or `FAILURES`."""
+    error: Mapping[str, Any]
+    """An entry of its `errors`, which its jobs get as well."""
+
+
+def request_stop(campaign_id: str, *, limit: Limit | None = None) -> tuple[Executable, ...]:
     """What cancels a campaign, in this order and one transaction: from its end on none of its jobs is started.
 
     The first returns the campaign; no row: it has ended, or is being cancelled. A process then closes what waits
     (`close_some`), and the replicas what they hold.
 
     Args:
-        spent: its budget is: an entry of its `errors`, which its jobs get as well.
+        limit: what it reached, if nobody asked for it.
     """
     why: dict[str, Any] = {"hold_reason": None}
-    if spent is not None:
-        why = {"hold_reason": BUDGET, "errors": {"object": "list", "data": [dict(spent)]}}
+    if limit is not None:
+        why = {"hold_reason": limit.name, "errors": {"object": "list", "data": [dict(limit.error)]}}
     stop = (
         update(Campaign)
         .where(Campaign.id == campaign_id, Campaign.state.in_(("validating", "in_progress", "finalizing")))
@@ -71,7 +82,7 @@ _IS_TO_CLOSE = """(state = 'cancelling' OR state = 'in_progress' AND expires_at 
     AND (SELECT sum(queued) FROM campaign_counts WHERE campaign_id = campaigns.id) > 0"""
 _TO_CLOSE = text(f"""
 SELECT id, CASE state WHEN 'cancelling' THEN 'cancelled' ELSE 'expired' END AS target,
-    {BUDGET_ERROR} AS why
+    {CANCEL_ERROR} AS why
 FROM campaigns
 WHERE {_IS_TO_CLOSE}
 ORDER BY id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED

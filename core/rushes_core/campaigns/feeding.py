@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 
 from rushes_core import holds, keys, replicas
 from rushes_core.campaigns import closing, events, opening
+from rushes_core.campaigns.closing import Limit
 from rushes_core.campaigns.feeder import close_open, live
 from rushes_core.campaigns.opening import Budget, Line, Opened, Standing
-from rushes_core.campaigns.tables import Campaign
+from rushes_core.campaigns.tables import BUDGET, FAILURES, Campaign
 from rushes_core.log import get_logger
 from rushes_core.measured import RunTimes, measured
 from rushes_core.models import MeasuredTime, Replica
@@ -371,7 +372,7 @@ class _Tending:
             reason = "budget"
         self._note(session, standing, changes | {"hold_reason": reason})
         if is_used_up and campaign.on_budget == "cancel":
-            self._cancel(session, campaign, spent=opening.spent(standing))
+            self._cancel(session, campaign, Limit(BUDGET, opening.spent(standing)))
             return 0
         return standing.num_open + len(choice.opened)
 
@@ -438,14 +439,14 @@ class _Tending:
         excused: dict[str, Any] = {"failures_excused": standing.failed}
         if campaign.on_failure == "cancel":
             if self._note(session, standing, excused):
-                self._cancel(session, campaign)
+                self._cancel(session, campaign, Limit(FAILURES, opening.failed_too_often(standing)))
             return
         paused = {"paused_at": now, "pause_reason": "failures", "hold_reason": "paused"}
         if self._note(session, standing, excused | paused):
             session.execute(events.tell(campaign.id, "batch.paused", {"reason": "failures"}))
 
-    def _cancel(self, session: Session, campaign: Campaign, *, spent: Mapping[str, Any] | None = None) -> None:
-        for statement in closing.request_stop(campaign.id, spent=spent):
+    def _cancel(self, session: Session, campaign: Campaign, limit: Limit) -> None:
+        for statement in closing.request_stop(campaign.id, limit=limit):
             session.execute(statement)
 
     def _note(self, session: Session, standing: Standing, changes: Mapping[str, Any]) -> bool:

@@ -17,6 +17,8 @@ MAX_OPEN = 256
 """Jobs of a campaign that are open at once at most."""
 BUDGET_REACHED = "budget_reached"
 """Code of the error of what is cancelled for the budget."""
+FAILURES_REACHED = "max_failures_reached"
+"""The same for failures."""
 FIRST_ITEMS = 4
 """Of every campaign so many come before the others of its project, so that whoever sent it soon sees a result."""
 
@@ -148,6 +150,14 @@ def spent(standing: Standing) -> dict[str, Any]:
     limit, used = standing.campaign.budget_gpu_seconds, round(standing.gpu_seconds, 3)
     message = f"Of the campaign's budget of {limit:g} GPU seconds {used:g} are used: too little is left for this."
     return {"code": BUDGET_REACHED, "message": message, "param": "budget.gpu_seconds", "line": None}
+
+
+def failed_too_often(standing: Standing) -> dict[str, Any]:
+    """The same for one of which too many jobs failed."""
+    message = (
+        f"Of the campaign's jobs {standing.failed} failed, and its max_failures is {standing.campaign.max_failures}."
+    )
+    return {"code": FAILURES_REACHED, "message": message, "param": "max_failures", "line": None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ ACTIVE_STATES = ("validating", "in_progress", "finalizing", "cancelling")
 """Those in which somebody still has to do something."""
 BUDGET = "budget"
 """As `hold_reason`: the budget is too small for one more clip. Of a campaign that is being cancelled: that is why."""
-BUDGET_ERROR = (
-    f"CASE WHEN campaigns.state = 'cancelling' AND campaigns.hold_reason = '{BUDGET}' "
+FAILURES = "failures"
+"""As `hold_reason` of a campaign that is being cancelled: too many of its jobs failed."""
+CANCEL_ERROR = (
+    f"CASE WHEN campaigns.state = 'cancelling' AND campaigns.hold_reason IN ('{BUDGET}', '{FAILURES}') "
     "THEN (campaigns.errors -> 'data' -> 0) - ARRAY['param', 'line'] END"
 )
-"""SQL for the error that jobs get of a campaign that is cancelled because its budget is used up; null: not that."""
+"""SQL for the error that jobs get of a campaign that was cancelled by one of its limits; null: by somebody."""
 NUM_SHARDS = 8
 """Rows that the numbers of a campaign are spread over."""
 
