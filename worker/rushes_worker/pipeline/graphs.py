@@ -74,8 +74,8 @@ class Graphs:
 
     @property
     def captures(self) -> bool:
-        """Whether work is ever captured."""
-        return self._pool is not None and self._max_bytes > 0
+        """Whether work is captured."""
+        return self._pool is not None and self._max_bytes > 0 and self._broken_off is None
 
     @property
     def num_graphs(self) -> int:
@@ -193,7 +193,7 @@ class Graphs:
             self._captured.clear()
 
     def _capture(self, key: Hashable, work: Work) -> None:
-        """Capture `work`. What cannot be captured is never tried again, and nothing is once a capture broke off."""
+        """Capture `work`. What cannot be captured is not tried again, and nothing else is once a capture broke off."""
         assert self._pool is not None
         started = time.perf_counter()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -202,10 +202,7 @@ class Graphs:
             graph = self._record(work, self._pool)
         except RuntimeError as error:
             self._refused.add(key)
-            log.warning("graph_not_captured", graph=str(key), error=str(error), given_up=self._broken_off is not None)
-            if self._broken_off is not None:
-                self.clear()
-                self._pool = None
+            log.warning("graph_not_captured", graph=str(key), error=str(error), is_last=self._broken_off is not None)
             return
         seconds = time.perf_counter() - started
         pool_bytes = torch.cuda.memory_reserved(self._device) - reserved
@@ -235,8 +232,8 @@ class Graphs:
         try:
             graph.capture_end()
         except RuntimeError:
-            # torch's allocators still take this graph for one that is being captured: they must be told, and keep
-            # asking it
+            # torch's allocators still take this graph for one that is being captured. The device's can be told; the
+            # host's cannot, and goes on asking it
             torch._C._cuda_endAllocateToPool(self._device.index, pool.id)
             torch._C._cuda_releasePool(self._device.index, pool.id)
             self._broken_off = graph
