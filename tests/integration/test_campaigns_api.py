@@ -272,6 +272,15 @@ class TestSending:
         ]
         assert len(made(client.get("/v1/campaigns"))["data"]) == 1
 
+    def test_a_file_is_not_deleted_before_it_is_read(self, client: TestClient, campaigns: Campaigns) -> None:
+        file_id = upload(client)
+        campaign_id = made(client.post("/v1/campaigns", json={"input_file_id": file_id}))["id"]
+        error = refused(client.delete(f"/v1/files/{file_id}"), 409, "invalid_state")
+        assert campaign_id in error["message"]
+        campaigns.load()
+        assert client.delete(f"/v1/files/{file_id}").json()["deleted"] is True
+        assert client.delete(f"/v1/files/{file_id}").json()["deleted"] is True
+
     def test_an_answer_is_given_again_whatever_is_wrong_by_then(
         self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -282,7 +291,7 @@ class TestSending:
         raw = {"content": LINES, "headers": {"Idempotency-Key": "raw", "Content-Type": "application/jsonl"}}
         first = made(client.post("/v1/campaigns", json=body, headers=headers))
         second = made(client.post("/v1/campaigns", params=query, **raw))
-        client.delete(f"/v1/files/{file_id}")
+        campaigns.execute("UPDATE files SET deleted_at = now()")
         hours_later = datetime.now(UTC) + timedelta(hours=3)
 
         class Later(datetime):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import files
+from rushes_core.campaigns import statements
 from rushes_core.ids import is_file_id, new_file_id
 from rushes_core.listed import Listed
 from rushes_core.models import File
@@ -167,10 +168,21 @@ async def get_file(file_id: str, caller: FileCaller, _: NoQuery, session: Sessio
     return _object(await find_visible(file_id, project=caller.project, session=session))
 
 
-@router.delete("/{file_id}", responses=responses("file_not_found"))
+@router.delete("/{file_id}", responses=responses("file_not_found", "invalid_state"))
 async def delete_file(file_id: str, caller: FileCaller, _: NoQuery, session: Session) -> DeletedFile:
-    """Remove the file for good. Repeated, it answers alike."""
-    await find_file(file_id, project=caller.project, session=session)
+    """Remove the file for good, unless a campaign is still to read it. Repeated, it answers alike."""
+    # who makes a campaign of a file locks this, too
+    await session.execute(files.lock_project(caller.project))
+    file = await find_file(file_id, project=caller.project, session=session)
+    if file.deleted_at is None:
+        reading = statements.reading(file_id, project=caller.project)
+        if (campaign_id := (await session.execute(reading)).scalar_one_or_none()) is not None:
+            raise ApiError(
+                f"the campaign {campaign_id} is still to read it: delete it afterwards, or cancel that",
+                code="invalid_state",
+                status=HTTPStatus.CONFLICT,
+                headers={"x-should-retry": "false"},
+            )
     await session.execute(files.delete_file(file_id, project=caller.project))
     return DeletedFile(id=file_id, object="file", deleted=True)
 

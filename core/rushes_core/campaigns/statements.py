@@ -255,16 +255,19 @@ def delete(campaign_id: str) -> ReturningUpdate[Campaign]:
     return statement.values(deleted_at=func.now()).returning(Campaign)
 
 
+_IS_TO_BE_READ = and_(Campaign.state.in_(ACTIVE_STATES), Campaign.loaded_at.is_(None), Campaign.deleted_at.is_(None))
+
+
+def reading(file_id: str, *, project: str) -> Select[str]:
+    """A campaign whose file this is and that is not read yet."""
+    is_so = and_(Campaign.input_file_id == file_id, Campaign.project == project, _IS_TO_BE_READ)
+    return select(Campaign.id).where(is_so).order_by(Campaign.id).limit(1)
+
+
 def delete_input(campaign_id: str) -> Update:
     """Make a tombstone of the file that came with a campaign, unless another one is still to be read from it."""
     own = select(Campaign.input_file_id).where(Campaign.id == campaign_id, Campaign.owns_input).scalar_subquery()
-    is_wanted = exists().where(
-        Campaign.input_file_id == File.id,
-        Campaign.id != campaign_id,
-        Campaign.state.in_(ACTIVE_STATES),
-        Campaign.loaded_at.is_(None),
-        Campaign.deleted_at.is_(None),
-    )
+    is_wanted = exists().where(Campaign.input_file_id == File.id, Campaign.id != campaign_id, _IS_TO_BE_READ)
     return (
         update(File)
         .where(File.id == own, File.deleted_at.is_(None), ~is_wanted)
