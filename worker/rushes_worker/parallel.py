@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rushes_worker.transport import GroupTransport, Transport
 
-CHUNK_ROWS = 2_048
-"""Rows of each rank that travel at a time: products over this many rows fill a GPU, and the first land early."""
+CHUNK_ROWS = 8_192
+"""Rows of all ranks together that travel at a time: products over them fill a GPU, and the first land early."""
 
 TRADE_PARTS = 2
 """Parts of a run that come back from attention one after the other: the last ones travel while the first are used."""
@@ -60,7 +60,8 @@ class SequenceParallel:
     Args:
         device: where the tensors of collectives lie.
         transport: moves what collectives move; a single rank needs none.
-        chunk_rows: rows of each rank that `land_rows` moves at a time; the same on every rank.
+        chunk_rows: rows of each rank that `land_rows` moves at a time; the same on every rank. None: its share of
+            `CHUNK_ROWS`.
         trade_parts: parts in which `land_trade` moves a run; the same on every rank.
     """
 
@@ -71,7 +72,7 @@ class SequenceParallel:
         device: torch.device | str,
         transport: Transport | None = None,
         *,
-        chunk_rows: int = CHUNK_ROWS,
+        chunk_rows: int | None = None,
         trade_parts: int = TRADE_PARTS,
     ) -> None:
         if not 0 <= rank < size:
@@ -80,7 +81,7 @@ class SequenceParallel:
         self.size = size
         self.device = torch.device(device)
         self._transport: Transport = transport or GroupTransport()
-        self._chunk_rows = chunk_rows
+        self._chunk_rows = chunk_rows or CHUNK_ROWS // size
         self._trade_parts = trade_parts
 
     @classmethod
