@@ -178,7 +178,7 @@ def _transport_of(blocks: int) -> GroupTransport:
 def trace_step(rank: Loaded, case: Case, seed: int, folder: Path) -> dict[str, float]:
     """Milliseconds of one denoise step on the device, of its transfers, and of those beside which nothing is computed.
 
-    The trace is written to `folder`.
+    The trace is written to `folder`. The first transfer waits for the rank whose tracing begins last.
     """
     parts = Parts(rank.pipeline, case.request(seed), case.tokens)
     parts.step()
