@@ -1,5 +1,6 @@
 """The API process: `uvicorn --factory rushes_api.app:create_app`."""
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -11,7 +12,7 @@ from rushes_core.contract import CONTRACT_FILE
 from rushes_core.database import create_api_engine
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.served_model import ServedModel
-from rushes_core.settings import ContentDelivery, Settings, get_settings
+from rushes_core.settings import ContentDelivery, Settings, get_settings, listed
 from rushes_core.storage import ObjectStore
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
@@ -57,6 +58,7 @@ MAX_UPLOADS = 8
 ANSWER_WITHIN_SECONDS = 10.0
 """How long a request may go without an answer before it is given up with 503."""
 
+_CORS_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -64,7 +66,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """The application; without `settings` those of the environment, and the process's logs are set up.
 
     Raises:
-        ValueError: there is no API key, or content would be redirected to the API itself.
+        ValueError: there is no API key, content would be redirected to the API itself, or an origin of pages is none.
         CheckpointError: at start, when the checkpoint cannot be served.
     """
     if settings is None:
@@ -126,7 +128,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.add_middleware(
         Boundary,
-        cors_origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
+        cors_origins=_cors_origins(settings),
         answer_within_seconds=ANSWER_WITHIN_SECONDS,
     )
     app.add_middleware(CountRequests, metrics=figures)
@@ -166,6 +168,18 @@ def _check_redirects(settings: Settings) -> None:
             f"RUSHES_CONTENT_DELIVERY=redirect needs the store at another origin than the API, but both are at "
             f"{settings.api_origin}: clients would send their API key along; use proxy"
         )
+
+
+def _cors_origins(settings: Settings) -> list[str]:
+    """What browsers send as `Origin`, which has no path and no capitals."""
+    origins = [origin.lower() for origin in listed(settings.cors_origins)]
+    for origin in origins:
+        if not _CORS_ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"RUSHES_CORS_ORIGINS: {origin!r} is no origin of a web page, as https://app.example or "
+                "http://localhost:3000, nor *"
+            )
+    return origins
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
