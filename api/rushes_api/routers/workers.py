@@ -48,7 +48,7 @@ class Checkpoint(BaseModel):
     """Hash of the export's content, or the revision that its base components are of."""
 
 
-class Loading(BaseModel):
+class WeightsLoading(BaseModel):
     """How far a replica's slowest rank is on the way to its first job."""
 
     stage: str
@@ -83,7 +83,7 @@ class Worker(Listed):
     """On its ranks now."""
     stage: str | None
     """Of that job: `encoding`, `denoising`, `decoding`, `muxing`, `uploading`. `loading` while it loads."""
-    loading: Loading | None
+    loading: WeightsLoading | None
     """Null unless it loads."""
     started_at: int
     last_seen_at: int
@@ -192,7 +192,7 @@ def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | N
         ],
         job_id=replica.job_id,
         stage=stage if loading is None else "loading",
-        loading=None if loading is None else Loading.model_validate(loading),
+        loading=None if loading is None else WeightsLoading.model_validate(loading),
         started_at=int(replica.started_at.timestamp()),
         last_seen_at=int(replica.last_seen.timestamp()),
         drain_requested_at=unix_or_none(replica.drain_requested_at),
