@@ -501,17 +501,17 @@ class TestRedirect:
             settings = Settings(**(api_settings.model_dump() | redirect))
             with (
                 ThreadedApi(settings) as api,
-                httpx.Client(base_url=api.url, headers=AUTHORIZED, follow_redirects=True) as http,
+                httpx.Client(base_url=api.url, headers=AUTHORIZED, follow_redirects=True, timeout=30) as http,
             ):
                 assert http.get(content).content == CLIP
                 # what curl --location-trusted does: for such clients there is ?redirect=false
                 leads_to = http.get(content, follow_redirects=False).headers["location"]
                 with pytest.raises(httpx.TransportError):
-                    httpx.get(leads_to, headers=AUTHORIZED)
-                assert httpx.get(http.get(f"{content}?redirect=false").json()["url"]).content == CLIP
+                    httpx.get(leads_to, headers=AUTHORIZED, timeout=30)
+                assert httpx.get(http.get(f"{content}?redirect=false").json()["url"], timeout=30).content == CLIP
             with ThreadedApi(api_settings.model_copy(update={"s3_endpoint_url": proxy.url})) as api:
                 # a deployment that streams leads nobody anywhere
-                assert httpx.get(f"{api.url}{content}", headers=AUTHORIZED).content == CLIP
+                assert httpx.get(f"{api.url}{content}", headers=AUTHORIZED, timeout=30).content == CLIP
 
     def test_a_page_may_ask_for_the_address(self, redirecting: TestClient, content: str) -> None:
         response = redirecting.get(f"{content}?redirect=false")
