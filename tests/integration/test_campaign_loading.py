@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from rushes_cli.stack.ports import free_port
 from rushes_core import replicas
 from rushes_core.campaigns import loading, statements
 from rushes_core.campaigns.items import Item, Terms, resolve_line
@@ -355,6 +356,19 @@ class TestFaults:
             return resolve(value, terms)
 
         monkeypatch.setattr(chunks, "resolve_line", meet)
+
+    def test_a_file_that_the_store_does_not_give_is_waited_for_a_day(self, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.submit(jsonl(openai_line(1)))
+        away = {"s3_endpoint_url": f"http://127.0.0.1:{free_port()}"}
+        campaigns.load(**away)
+        assert campaigns.read(campaign_id).state == "validating"
+        campaigns.execute("UPDATE campaigns SET lease_until = now(), created_at = now() - interval '25 hours'")
+        campaigns.load(**away)
+        campaign = campaigns.read(campaign_id)
+        assert campaign.state == "failed"
+        assert campaign.errors is not None
+        assert campaign.errors["data"][0]["code"] == "storage_error"
+        assert campaigns.events(campaign_id) == ["batch.failed"]
 
     def test_a_line_that_cannot_be_loaded_ends_its_campaign_and_holds_up_no_other(
         self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -37,6 +38,8 @@ SLICE_SECONDS = 10.0
 STORE_RETRY_SECONDS = 5.0
 """How long a campaign is left alone whose file the store did not give; after a fault of this service that long, and
 `_LONGER` times as long after each further one."""
+STORE_PATIENCE = timedelta(hours=24)
+"""How long after a campaign was accepted it is given up if the store does not give its file."""
 _LONGER = 4
 
 
@@ -84,7 +87,10 @@ class Loader:
             log.info("campaign_left", campaign_id=campaign.id)
         except StorageError as error:
             log.warning("campaign_file_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
-            self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+            if campaign.lease_until is not None and campaign.lease_until > campaign.created_at + STORE_PATIENCE:
+                self._fail(lease, [_unavailable()])
+            else:
+                self._release(lease, after_seconds=STORE_RETRY_SECONDS)
         except Exception as error:
             if _is_outage(error):
                 self._release(lease, after_seconds=STORE_RETRY_SECONDS)
@@ -269,6 +275,12 @@ class Loader:
     def _release(self, lease: Lease, *, after_seconds: float = 0) -> None:
         with self._engine.begin() as connection:
             connection.execute(loading.release(lease, after_seconds=after_seconds))
+
+
+def _unavailable() -> dict[str, Any]:
+    hours = STORE_PATIENCE.total_seconds() / 3_600
+    message = f"The object store did not give the file, {hours:g} hours after the campaign was accepted."
+    return {"code": StorageError.code, "message": message, "param": None, "line": None}
 
 
 def _is_outage(error: Exception) -> bool:
