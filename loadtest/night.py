@@ -362,8 +362,19 @@ def play(night: Night, replicas: Replicas, sprinkler: Sprinkler, *, jobs: int) -
     figures["first_clip_s"] = _wait(lambda: night.ask_database(_ENDED)[0][0] > 0, what="the first clip")
     sprinkler.start()
 
+    reasons: set[str] = set()
+
+    def note_reasons() -> list[dict[str, Any]]:
+        campaigns = [night.get(one) for one in sent]
+        reasons.update(f"{one['name']}:{one['hold_reason']}" for one in campaigns if one["hold_reason"])
+        return campaigns
+
     def wait_share(share: float) -> None:
-        _wait(lambda: night.ask_database(_ENDED)[0][0] >= share * jobs, what=f"{share:.0%} of the clips")
+        def are_done() -> bool:
+            note_reasons()
+            return night.ask_database(_ENDED)[0][0] >= share * jobs
+
+        _wait(are_done, what=f"{share:.0%} of the clips")
 
     wait_share(0.15)
     replicas.kill_one()
@@ -377,12 +388,8 @@ def play(night: Night, replicas: Replicas, sprinkler: Sprinkler, *, jobs: int) -
     assert night.get(paused)["hold_reason"] == "paused"
     night.ask(paused, "resume")
 
-    reasons: set[str] = set()
-
     def are_over() -> bool:
-        campaigns = [night.get(one) for one in sent]
-        reasons.update(f"{one['name']}:{one['hold_reason']}" for one in campaigns if one["hold_reason"])
-        return all(one["status"] in ENDED for one in campaigns)
+        return all(one["status"] in ENDED for one in note_reasons())
 
     _wait(are_over, what="the end of all campaigns")
     figures["night_s"] = time.monotonic() - began
