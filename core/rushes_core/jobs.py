@@ -118,15 +118,24 @@ def watch(job_id: str, *, fence: int) -> Select[bool]:
     return select(_MUST_STOP).where(Job.id == job_id, Job.fence == fence, IS_LEASED)
 
 
-def report(job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int) -> ReturningUpdate[bool]:
+def report(
+    job_id: str, *, fence: int, phase: str, completed_steps: int, progress: int, started_ahead: bool = False
+) -> ReturningUpdate[bool]:
     """Record where a running attempt is. `progress` never falls, whatever an earlier attempt reached.
 
     True as for `renew`.
+
+    Args:
+        started_ahead: it was started while another one was on its GPUs. Its turn comes with its first report, from
+            which its run is counted then.
     """
+    values: dict[str, Any] = {"phase": phase, "completed_steps": completed_steps}
+    if started_ahead:
+        values["started_at"] = case((Job.phase.is_(None), func.now()), else_=Job.started_at)
     return (
         _update_jobs()
         .where(Job.id == job_id, Job.fence == fence, Job.state == JobState.RUNNING)
-        .values(phase=phase, completed_steps=completed_steps, progress=func.greatest(Job.progress, min(progress, 99)))
+        .values(progress=func.greatest(Job.progress, min(progress, 99)), **values)
         .returning(_MUST_STOP)
     )
 

@@ -1,8 +1,9 @@
 """history in fewer statements, and one check for a job's row
 
 Revision: 2f6b8d0c71ae, after e8c3417f9b60. Claim, start and completion of a job did 22 statements of the triggers' and
-read the text of ten checks and three trigger conditions again with each: now 9, and one check. What they write is the
-same, and the previous release may still be running while this one runs.
+read the text of ten checks and three trigger conditions again with each: now 9, and one check. They write the
+same but for attempts that are started ahead of their turn on the GPUs, which are billed from that turn on. The previous
+release may still be running while this one runs.
 """
 
 from collections.abc import Iterator
@@ -142,6 +143,9 @@ DECLARE
     what text;
 BEGIN
     IF NEW.state = OLD.state THEN
+        IF NEW.started_at <> OLD.started_at THEN
+            UPDATE job_attempts SET started_at = NEW.started_at WHERE job_id = NEW.id AND fence = NEW.fence;
+        END IF;
         IF NEW.state = 'running' AND NEW.progress > OLD.progress THEN
             PERFORM tell_of_job(NEW, 'video.progress', '_p' || NEW.progress);
         END IF;
@@ -180,7 +184,9 @@ BEGIN
             WHERE job_id = NEW.id AND fence = NEW.fence
         )
         SELECT 1 + (SELECT count(*) FROM job_events WHERE job_id = NEW.id),
+            -- without a phase it was started ahead, and its turn on the GPUs has not come
             CASE WHEN OLD.state = 'running' AND OLD.started_at IS NOT NULL
+                AND NOT (OLD.phase IS NULL AND (NEW.state = 'cancelled' OR NEW.attempt < OLD.attempt))
                 THEN extract(epoch FROM now() - OLD.started_at) * coalesce((
                     SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = OLD.lease_owner
                 ), 1)

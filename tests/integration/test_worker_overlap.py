@@ -111,7 +111,7 @@ class TestClaimedAhead:
 class TestStartedAhead:
     def test_next_job_is_started_while_the_last_units_of_one_are_decoded(self, worker: Worker, jobs: Jobs) -> None:
         decoding, ahead = jobs.add("[unit 0.5] [tail 0.3]"), jobs.add("[step 0.05]")
-        jobs.wait_for(ahead, JobState.RUNNING)
+        early = jobs.wait_for(ahead, JobState.RUNNING).started_at
         assert (jobs.get(decoding).state, jobs.get(decoding).phase) == (JobState.RUNNING, "decoding")
         # its share of the replica's time begins when the other one's ends
         assert jobs.get(ahead).phase in (None, "encoding")
@@ -119,6 +119,10 @@ class TestStartedAhead:
             done = jobs.wait_completed(job_id)
             assert (done.attempt, done.crash_count, done.error_count) == (1, 0, 0)
         assert jobs.states(ahead) == ["queued", "claimed", "running", "completed"]
+        # its run is counted from its turn on
+        assert early is not None
+        assert done.started_at is not None
+        assert early < done.started_at
         (rendered,) = [record for record in worker.events("job_rendered") if record["job_id"] == ahead]
         assert rendered["started_ahead"]
         assert rendered["idle_before_seconds"] is not None

@@ -32,7 +32,7 @@ class Ahead:
         if self._attempt is None or self._thread is None:
             claim = self._take()
             if claim is not None:
-                self._begin(Attempt(self._workshop, claim))
+                self._begin(Attempt(self._workshop, claim, started_ahead=True))
         elif not self._is_told and self._is_started:
             self._tell(self._attempt, behind)
 

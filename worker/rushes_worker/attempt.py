@@ -109,12 +109,17 @@ class NextJob(Protocol):
 
 
 class Attempt:
-    """Started by any thread, told to the ranks and rendered by the main thread, then ended by a thread of the spool."""
+    """Started by any thread, told to the ranks and rendered by the main thread, then ended by a thread of the spool.
 
-    def __init__(self, workshop: Workshop, claim: Claim) -> None:
+    Args:
+        started_ahead: it is started while another one is on the ranks; what it waits for them is none of its run.
+    """
+
+    def __init__(self, workshop: Workshop, claim: Claim, *, started_ahead: bool = False) -> None:
         self._workshop = workshop
         self._job = job = claim.job
         self._lease = lease = claim.lease
+        self._started_ahead = started_ahead
         self._directory = workshop.scratch.path / f"attempt-{lease.fence}"
         self._path = self._directory / "video.mp4"
         destination = Destination.of(job.request)
@@ -199,9 +204,11 @@ class Attempt:
         """Follow the ranks; whether everything that a clip needs was handed over. `end` settles either case."""
         workshop = self._workshop
         self._phases = _PhaseClock(self._progress.phase)
-        self._report()
         if self._failure is None and group.ended:
             self._failure = self._loss_before_its_turn()
+        else:
+            # not of one whose turn never came: nobody is to pay for that
+            self._report()
         if self._failure is not None:
             return False
         try:
@@ -508,6 +515,7 @@ class Attempt:
             phase=progress.phase,
             completed_steps=progress.completed_steps,
             progress=progress.percent,
+            started_ahead=self._started_ahead,
         )
 
     def _patience(self, phase: Phase) -> float:

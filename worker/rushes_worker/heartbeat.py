@@ -88,12 +88,23 @@ class Heartbeat:
         with self._condition:
             return frozenset(self._held)
 
-    def report(self, lease: Lease, *, phase: str, completed_steps: int, progress: int) -> None:
-        """Write progress when it differs from what was written, soon; only the latest matters."""
+    def report(
+        self, lease: Lease, *, phase: str, completed_steps: int, progress: int, started_ahead: bool = False
+    ) -> None:
+        """Write progress when it differs from what was written, soon; only the latest matters.
+
+        Args:
+            started_ahead: the job was started before its turn, which has come: the same in all reports of it.
+        """
         with self._condition:
             held = self._held.get(lease.fence)
             if held is not None:
-                held.wanted = {"phase": phase, "completed_steps": completed_steps, "progress": progress}
+                held.wanted = {
+                    "phase": phase,
+                    "completed_steps": completed_steps,
+                    "progress": progress,
+                    "started_ahead": started_ahead,
+                }
                 self._wake()
 
     def describe(self, **values: Any) -> None:
