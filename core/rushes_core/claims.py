@@ -34,7 +34,7 @@ _CLOCK = """SELECT coalesce(least(max(last_start), min(virtual_time) FILTER (WHE
                 FROM project_shares"""
 _CANDIDATE = f"""
     SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
-        SELECT oldest.*, share.clock FROM (
+        (SELECT oldest.*, share.clock FROM (
             SELECT project, clock FROM project_shares, ({_CLOCK}) AS shared
             WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
             -- what a project lags behind stays its due; one that has none begins where the others are
@@ -43,7 +43,7 @@ _CANDIDATE = f"""
             SELECT id, project, priority, width, height, num_frames FROM jobs WHERE {_READY}
             ORDER BY run_at, id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
         ) AS oldest
-        LIMIT 1
+        LIMIT 1){{otherwise}}
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
     WHERE '*' <> ALL (ARRAY(SELECT project FROM queue_pauses)) AND (
@@ -61,6 +61,14 @@ _LOCKED_SHARE = """turn, LATERAL (
             SELECT project, turn.clock FROM project_shares WHERE project = waiting.project
             FOR NO KEY UPDATE SKIP LOCKED
         ) AS share"""
+# in place of a job: all that is ready in the class is of locked shares, and no less urgent one goes before it
+_NOT_FREE = f"""
+        UNION ALL (SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM project_shares AS share, LATERAL (
+            SELECT FROM jobs WHERE {_READY} ORDER BY run_at, id LIMIT 1
+        ) AS waiting
+        WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
+        LIMIT 1)
+        LIMIT 1"""
 _OVERDUE = f"""
     SELECT id, project, priority, width, height, num_frames,
         ({_CLOCK})
@@ -173,11 +181,11 @@ def claim(
         only: names of the columns that are wanted; all without it.
         patience_seconds: take the job that has waited longest of all projects and of all classes but the most urgent,
             if it has waited for longer than this; else none. What every claim of the usual kind passes over.
-        may_wait: without it, projects whose share another claim is changing are passed over. One that is to find a job
-            wherever there is one waits for the other's commit.
+        may_wait: without it, projects whose share another claim is changing are passed over, for others of the same
+            class. One that is to find a job wherever there is one waits for the other's commit.
     """
     columns = [column for column in Job.__table__.columns if only is None or column.name in only]
-    next_job = _CANDIDATE.format(share="share" if may_wait else _LOCKED_SHARE)
+    next_job = _CANDIDATE.format(share="share" if may_wait else _LOCKED_SHARE, otherwise="" if may_wait else _NOT_FREE)
     statement = _CLAIM.format(
         ready=next_job if patience_seconds is None else _OVERDUE,
         columns=", ".join(f"jobs.{column.name}" for column in columns),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ from rushes_core import backlog, claims, holds, jobs, leftovers, shares
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
+from rushes_worker.ledger import Ledger
 from sqlalchemy import Connection, Engine, func, text
 from support.job_rows import MODEL, JobRows
 from support.plans import executed_plan, generic_plan, rows_read, scans
 from support.stack import SharedStack
 
-TABLES = "jobs, job_attempts, job_events, outbox, project_shares, replicas"
+TABLES = "jobs, job_attempts, job_events, outbox, project_shares, replicas, queue_pauses"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,62 @@ class TestOrder:
             assert [job.id for job in claimed(rows, 2)] == [free.id]
 
 
+@contextmanager
+def locked_share(rows: JobRows, project: str) -> Iterator[None]:
+    """Another claim is changing the project's share, or what it took is."""
+    with rows.engine.begin() as connection:
+        found = text("SELECT FROM project_shares WHERE project = :project FOR NO KEY UPDATE")
+        assert len(connection.execute(found, {"project": project}).all()) == 1
+        yield
+
+
+class TestLockedShare:
+    """The claim that a replica tries first waits for no other."""
+
+    def claim(self, rows: JobRows) -> Job | None:
+        return rows.run(claims.claim(model=MODEL, owner="w", lease_seconds=30, may_wait=False))
+
+    def test_of_the_same_class_a_job_of_another_project_is_taken(self, rows: JobRows) -> None:
+        rows.add(project="locked", priority=0)
+        other = rows.add(project="other", priority=0)
+        with locked_share(rows, "locked"):
+            job = self.claim(rows)
+            assert job is not None
+            assert job.id == other.id
+
+    def test_no_less_urgent_job_goes_before_those_of_the_locked_one(self, rows: JobRows) -> None:
+        urgent = rows.add(project="locked", priority=0)
+        rows.add(project="other", priority=2)
+        with locked_share(rows, "locked"):
+            assert self.claim(rows) is None
+        job = self.claim(rows)
+        assert job is not None
+        assert job.id == urgent.id
+
+    @pytest.mark.parametrize("why", ["it is not due", "its project is paused"])
+    def test_what_could_not_be_claimed_anyway_holds_up_nothing(self, rows: JobRows, why: str) -> None:
+        rows.add(project="locked", priority=0, run_at=func.now() + text(f"interval '{int(why == 'it is not due')} h'"))
+        if why == "its project is paused":
+            with rows.engine.begin() as connection:
+                connection.execute(text("INSERT INTO queue_pauses (project) VALUES ('locked')"))
+        less_urgent = rows.add(project="other", priority=2)
+        with locked_share(rows, "locked"):
+            job = self.claim(rows)
+            assert job is not None
+            assert job.id == less_urgent.id
+
+    def test_a_replica_gets_the_most_urgent_job_all_the_same(self, rows: JobRows, settings: Settings) -> None:
+        urgent = rows.add(project="locked", priority=0)
+        rows.add(project="other", priority=2)
+        ledger = Ledger(settings, replica_id="bench-r0#1", model=MODEL)
+        with locked_share(rows, "locked"):
+            # alone in its class it is not charged: there is nothing to wait for
+            claim = ledger.claim(())
+        ledger.close()
+        assert claim is not None
+        assert claim.job.id == urgent.id
+
+
 @pytest.fixture(scope="module")
 def filled(stack: SharedStack) -> Iterator[Connection]:
     """A connection to tens of thousands of jobs in every state."""
@@ -109,6 +167,7 @@ class TestPlan:
         ("statement", "index"),
         [
             (claims.claim(model=MODEL, owner="w", lease_seconds=30), "ix_jobs_claimable"),
+            (claims.claim(model=MODEL, owner="w", lease_seconds=30, may_wait=False), "ix_jobs_claimable"),
             (claims.more_urgent(model=MODEL, owner="w", than=2), "ix_jobs_claimable"),
             (backlog.num_ready(pool="default", limit=64), "ix_jobs_claimable"),
             (jobs.reap(), "ix_jobs_leased"),
@@ -125,6 +184,7 @@ class TestPlan:
         ],
         ids=[
             "claim",
+            "claim_that_waits_for_none",
             "more_urgent",
             "num_ready",
             "reap",
@@ -145,8 +205,9 @@ class TestPlan:
         assert [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "jobs"] == []
         assert index in {node.get("Index Name") for node in nodes}
 
-    def test_a_claim_looks_at_few_rows(self, filled: Connection) -> None:
-        plan = executed_plan(filled, claims.claim(model=MODEL, owner="w", lease_seconds=30))
+    @pytest.mark.parametrize("may_wait", [False, True])
+    def test_a_claim_looks_at_few_rows(self, filled: Connection, may_wait: bool) -> None:
+        plan = executed_plan(filled, claims.claim(model=MODEL, owner="w", lease_seconds=30, may_wait=may_wait))
         assert 0 < rows_read(plan, "jobs") < 20
 
 
