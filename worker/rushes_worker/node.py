@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ from rushes_core.errors import CheckpointError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
 
-from rushes_worker.commands import AudioReady, Boot, Render, Report, UnitReady
+from rushes_worker.commands import AudioReady, Boot, Done, Failed, Refused, Render, Report, Stopped, UnitReady
 from rushes_worker.devices import find_devices
 from rushes_worker.layout import NODES, Layout
 from rushes_worker.local_ranks import LocalRanks, rank_environment
@@ -199,8 +200,7 @@ class _Epochs:
         if isinstance(message, ToRank):
             command = message.command
             if isinstance(command, Render):
-                self._directory.mkdir(exist_ok=True)
-                command = replace(command, directory=self._directory)
+                command = replace(command, directory=self._make_directory(message.rank, command))
             self._ranks.send(message.rank, command)
         elif isinstance(message, DumpStacks):
             self._ranks.dump_stacks()
@@ -231,12 +231,27 @@ class _Epochs:
 
     def _tell(self, ranks: LocalRanks, readable: Collection[Any]) -> None:
         for rank, report in ranks.receive(readable):
+            if isinstance(report, Done | Stopped | Refused | Failed):
+                shutil.rmtree(self._directory_of(rank, report.serial), ignore_errors=True)
             self._link.send(FromRank(self._epoch, rank, report, self._contents(report)))
         for rank, how in ranks.exits().items():
             if rank not in self._told:
                 self._told.add(rank)
                 log.warning("rank_ended", epoch=self._epoch, rank=rank, ended=how)
                 self._link.send(RankExited(self._epoch, rank, how))
+
+    def _make_directory(self, rank: int, command: Render) -> Path:
+        """For what `rank` leaves of a render: it may be at the next one before all of that is read."""
+        if not command.behind:
+            # the rank has told how all before it ended; of what it was told in vain it says nothing
+            for old in self._directory.glob(f"rank-{rank}-*"):
+                shutil.rmtree(old, ignore_errors=True)
+        directory = self._directory_of(rank, command.serial)
+        directory.mkdir(parents=True)
+        return directory
+
+    def _directory_of(self, rank: int, serial: int) -> Path:
+        return self._directory / f"rank-{rank}-render-{serial}"
 
     def _contents(self, report: Report) -> bytes | None:
         """What a rank left in a file for the first node; nothing is kept here."""
