@@ -47,8 +47,9 @@ class Dispatcher:
         self._hints = HintQueue(settings)
         self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
         self._campaign_hints = HintQueue(settings, queue=CAMPAIGN_QUEUE)
+        self._seen_within_seconds = settings.lease_seconds
         self._feeder = Feeder(
-            self._engine, seen_within_seconds=settings.lease_seconds, patience_seconds=settings.patience_seconds
+            self._engine, seen_within_seconds=self._seen_within_seconds, patience_seconds=settings.patience_seconds
         )
         self._pool = settings.pool
 
@@ -91,7 +92,10 @@ class Dispatcher:
 
     def settle_shares(self) -> None:
         """Keep what projects are owed to those whose work waits."""
-        for statement in (shares.forgive_lag(), shares.bound_lag()):
+        for statement in (
+            shares.forgive_lag(),
+            shares.bound_lag(seen_within_seconds=self._seen_within_seconds),
+        ):
             with self._engine.begin() as connection:
                 connection.execute(statement)
 

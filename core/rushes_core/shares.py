@@ -7,6 +7,7 @@ it goes on where the others are when it comes back.
 
 from sqlalchemy import CTE, ColumnElement, Float, Update, and_, exists, func, or_, select, update
 
+from rushes_core import replicas
 from rushes_core.backlog import in_lane, lanes
 from rushes_core.campaigns.tables import Campaign, CampaignCount
 from rushes_core.models import ApiKey, Job, ProjectShare, QueuePause, Replica
@@ -16,7 +17,7 @@ SETTLE_SECONDS = 1.0
 NO_SHARE = float("-inf")
 """`virtual_time` of a project that starts where the others are, whatever attempts of it still run."""
 MOST_LAG_SECONDS = 300.0
-"""Of all GPUs that are up: a project whose work waits for something else than its turn is owed no more."""
+"""Of all GPUs that are up and serve: a project whose work waits for something else than its turn is owed no more."""
 
 
 def forgive_lag() -> Update:
@@ -34,9 +35,14 @@ def forgive_lag() -> Update:
     return _change(lags).values(virtual_time=NO_SHARE)
 
 
-def bound_lag() -> Update:
-    """Owe no project more than `MOST_LAG_SECONDS`."""
-    gpus = select(func.sum(func.substring(Replica.layout, "s([0-9]+)$").cast(Float)))
+def bound_lag(*, seen_within_seconds: float) -> Update:
+    """Owe no project more than `MOST_LAG_SECONDS`.
+
+    Args:
+        seen_within_seconds: how long a replica may be silent and still be up.
+    """
+    up = replicas.up(seen_within_seconds=seen_within_seconds).where(Replica.state.in_(("ready", "busy"))).subquery()
+    gpus = select(func.sum(func.substring(up.c.layout, "s([0-9]+)$").cast(Float)))
     latest = select(func.max(ProjectShare.last_start)).scalar_subquery()
     bound = latest - MOST_LAG_SECONDS * func.coalesce(gpus.scalar_subquery(), 1.0)
     return _change(and_(ProjectShare.virtual_time > 0, ProjectShare.virtual_time < bound)).values(virtual_time=bound)

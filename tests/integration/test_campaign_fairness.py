@@ -197,9 +197,14 @@ class TestShares:
 
     def test_a_project_is_owed_no_more_than_all_gpus_do_in_minutes(self, rows: CampaignRows) -> None:
         rows.replica(layout="r1s2")
+        for name in ("stopped", "silent", "starting"):
+            rows.replica(name, layout="r1s8")
         for project in ("late", "early"):
             rows.add(project=project)
         with rows.engine.begin() as connection:
+            connection.execute(text("UPDATE replicas SET state = id WHERE id IN ('stopped', 'starting')"))
+            silent = "UPDATE replicas SET last_seen = now() - interval '5 min' WHERE id = 'silent'"
+            connection.execute(text(silent))
             connection.execute(text("UPDATE project_shares SET virtual_time = 1 WHERE project = 'late'"))
             ahead = "UPDATE project_shares SET virtual_time = 5001, last_start = 5000 WHERE project = 'early'"
             connection.execute(text(ahead))

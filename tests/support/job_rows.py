@@ -34,7 +34,7 @@ class JobRows:
 
     def settle_shares(self) -> None:
         """What the dispatcher does every second."""
-        for statement in (shares.forgive_lag(), shares.bound_lag()):
+        for statement in (shares.forgive_lag(), shares.bound_lag(seen_within_seconds=60)):
             with self.engine.begin() as connection:
                 connection.execute(statement)
 
