@@ -201,6 +201,27 @@ def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
             assert worker.wait() == 0
 
 
+def test_job_whose_start_fails_is_given_up_and_the_one_on_the_ranks_goes_on(
+    jobs: Jobs, start_worker: StartWorker
+) -> None:
+    worker = start_worker(lease_seconds=4)
+    jobs.wait_ready()
+    decoding, ahead = jobs.add("[unit 0.5]"), jobs.add()
+    with jobs.start_refused(ahead):
+        jobs.wait_completed(decoding)
+    (failure,) = worker.events("job_not_started")
+    assert (failure["job_id"], failure["level"]) == (ahead, "error")
+
+    # nobody renews its lease
+    def reaped() -> bool:
+        jobs.reap()
+        return jobs.get(ahead).state == JobState.COMPLETED
+
+    eventually(reaped)
+    assert jobs.states(ahead) == ["queued", "claimed", "queued", "claimed", "running", "completed"]
+    assert not worker.events("group_ended")
+
+
 def waits_for_store(jobs: Jobs, job_id: str) -> bool:
     job = jobs.get(job_id)
     return job.state == JobState.RUNNING and job.phase == "uploading"

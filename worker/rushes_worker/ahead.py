@@ -4,12 +4,15 @@ import contextvars
 import threading
 from collections.abc import Callable
 
+from rushes_core.log import get_logger
 from structlog.contextvars import bound_contextvars
 
 from rushes_worker.attempt import Attempt, Workshop
 from rushes_worker.commands import Report
 from rushes_worker.group import RankGroup
 from rushes_worker.ledger import Claim
+
+log = get_logger(__name__)
 
 
 class Ahead:
@@ -29,7 +32,7 @@ class Ahead:
         self._is_told = False
 
     def look(self, behind: int) -> None:
-        if self._attempt is None or self._thread is None:
+        if self._attempt is None:
             claim = self._take()
             if claim is not None:
                 self._begin(Attempt(self._workshop, claim, started_ahead=True))
@@ -46,10 +49,9 @@ class Ahead:
 
     def result(self) -> Attempt | None:
         """The attempt whose turn it is now, told to the ranks if there are any; None if there is none."""
-        if self._attempt is None or self._thread is None:
-            return None
-        self._thread.join()
-        if not self._is_started:
+        if self._thread is not None:
+            self._thread.join()
+        if self._attempt is None or not self._is_started:
             return None
         if not self._is_told and not self._group.ended:
             self._tell(self._attempt, 0)
@@ -63,7 +65,12 @@ class Ahead:
         self._thread.start()
 
     def _start(self, attempt: Attempt) -> None:
-        self._is_started = attempt.start()
+        try:
+            self._is_started = attempt.start()
+        except Exception:
+            # the job on the ranks goes on; this one is queued again when its lease runs out
+            log.exception("job_not_started")
+            attempt.abandon()
         self._workshop.wake.poke()
 
     def _tell(self, attempt: Attempt, behind: int) -> None:

@@ -146,8 +146,12 @@ class Attempt:
             expected = self._workshop.stage_times.expected(self._job)
             self._progress = Progress(num_steps=self._workshop.contract.num_forwards, seconds=expected)
             return True
-        self._workshop.heartbeat.drop(self._lease)
+        self.abandon()
         return False
+
+    def abandon(self) -> None:
+        """Have the lease run out. Any thread."""
+        self._workshop.heartbeat.drop(self._lease)
 
     def _try_start(self) -> bool:
         ledger, lease = self._workshop.ledger, self._lease
