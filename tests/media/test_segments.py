@@ -13,7 +13,9 @@ from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.errors import InvalidClip, MediaError
 from rushes_worker.media.picture import parameter_sets
 from rushes_worker.media.segment import Segment, SegmentEncoder, plan_segments
+from rushes_worker.media.segments import _Lane
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.media.times import Spans
 from support.media import decode_rgb, grey_frames, make_clip, moving_frames, tone
 
 NUM_FRAMES = 107
@@ -106,6 +108,23 @@ class TestFile:
             clip.finish(tone(56))
             assert clip.facts is not None
             assert clip.facts.flaws == ()
+
+
+class TestLane:
+    def test_segment_is_told_as_finished_by_the_one_who_finished_it(self) -> None:
+        frames = moving_frames(2)
+
+        def make(first: int) -> SegmentEncoder:
+            return SegmentEncoder(first, EncoderSettings(), width=64, height=64)
+
+        lane, given_up = _Lane(range(2), make, Spans()), threading.Event()
+        assert lane.put(frames[:1])
+        assert not lane.work(given_up)
+        assert lane.put(frames[1:])
+        assert lane.work(given_up)
+        assert lane.segment is not None
+        # a thread that ran out of frames before may come to see the segment only now
+        assert not lane.work(given_up)
 
 
 class Broken(SegmentEncoder):

@@ -75,7 +75,7 @@ class Segments:
 
     def _work(self, lane: "_Lane") -> None:
         try:
-            lane.work(self._given_up)
+            is_finished = lane.work(self._given_up)
         except Exception as error:
             self._given_up.set()
             with self._lock:
@@ -85,7 +85,7 @@ class Segments:
             if is_first:
                 self._on_failure()
             return
-        if lane.segment is not None:
+        if is_finished:
             with self._lock:
                 self._num_missing -= 1
                 if self._num_missing == 0:
@@ -114,12 +114,14 @@ class _Lane:
             idle, self._is_busy = not self._is_busy, True
         return idle
 
-    def work(self, given_up: threading.Event) -> None:
-        """Encode what there is, until it is `given_up`."""
+    def work(self, given_up: threading.Event) -> bool:
+        """Encode what there is, until it is `given_up`; whether that was the last of the segment."""
+        is_finished = False
         while (piece := self._take()) is not None:
             start = self.frames.stop - self._num_missing
             with self._spans.note(f"frames {start}-{start + len(piece) - 1}"):
-                self._encode(piece, given_up)
+                is_finished = self._encode(piece, given_up)
+        return is_finished
 
     def close(self) -> None:
         """Forget what is not finished. Call it when no thread is at work."""
@@ -128,17 +130,20 @@ class _Lane:
             self._encoder.close()
             self._encoder = None
 
-    def _encode(self, piece: np.ndarray, given_up: threading.Event) -> None:
+    def _encode(self, piece: np.ndarray, given_up: threading.Event) -> bool:
+        """Whether the segment is finished with that."""
         if self._encoder is None:
             self._encoder = self._make(self.frames.start)
         for frame in piece:
             if given_up.is_set():
-                return
+                return False
             self._encoder.add(frame)
         self._num_missing -= len(piece)
-        if self._num_missing == 0:
-            self.segment = self._encoder.finish()
-            self.close()
+        if self._num_missing:
+            return False
+        self.segment = self._encoder.finish()
+        self.close()
+        return True
 
     def _take(self) -> np.ndarray | None:
         with self._lock:
