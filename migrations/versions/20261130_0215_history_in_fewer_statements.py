@@ -1,9 +1,9 @@
 """history in fewer statements, and one check for a job's row
 
 Revision: 2f6b8d0c71ae, after e8c3417f9b60. Claim, start and completion of a job did 22 statements of the triggers' and
-read the text of ten checks and three trigger conditions again with each: now 9, and one check. They write the
-same but for attempts that are started ahead of their turn on the GPUs, which are billed from that turn on. The previous
-release may still be running while this one runs.
+read the text of ten checks and three trigger conditions again with each: now 9, and one check. They write the same,
+but for attempts that are started ahead of their turn on the GPUs, which are billed from that turn on. A campaign also knows
+since when the store has not given its file. The previous release may still be running while this one runs.
 """
 
 from collections.abc import Iterator
@@ -354,6 +354,7 @@ CHECKS = {
 
 
 def upgrade() -> None:
+    op.add_column("campaigns", sa.Column("store_failed_at", sa.DateTime(timezone=True)))
     op.execute(SOUND)
     _check(IS_SOUND)
     for function in (
@@ -377,6 +378,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.drop_column("campaigns", "store_failed_at")
     for table in HISTORY_TABLES:
         _add(table, f"fk_{table}_job_id_jobs", "FOREIGN KEY (job_id) REFERENCES jobs (id) ON DELETE CASCADE")
     _check(CHECKS)

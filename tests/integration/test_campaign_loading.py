@@ -362,13 +362,29 @@ class TestFaults:
         away = {"s3_endpoint_url": f"http://127.0.0.1:{free_port()}"}
         campaigns.load(**away)
         assert campaigns.read(campaign_id).state == "validating"
-        campaigns.execute("UPDATE campaigns SET lease_until = now(), created_at = now() - interval '25 hours'")
+        campaigns.execute("UPDATE campaigns SET lease_until = now(), store_failed_at = now() - interval '25 hours'")
         campaigns.load(**away)
         campaign = campaigns.read(campaign_id)
         assert campaign.state == "failed"
         assert campaign.errors is not None
         assert campaign.errors["data"][0]["code"] == "storage_error"
         assert campaigns.events(campaign_id) == ["batch.failed"]
+
+    def test_an_old_campaign_is_waited_for_from_the_first_failure_of_the_store(self, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.submit(jsonl(openai_line(1)))
+        campaigns.execute("UPDATE campaigns SET created_at = now() - interval '3 days'")
+        away = {"s3_endpoint_url": f"http://127.0.0.1:{free_port()}"}
+        campaigns.load(**away)
+        first = campaigns.read(campaign_id)
+        assert (first.state, first.store_failed_at is None) == ("validating", False)
+        campaigns.execute("UPDATE campaigns SET lease_until = now()")
+        campaigns.load(**away)
+        assert campaigns.read(campaign_id).store_failed_at == first.store_failed_at
+        campaigns.execute("UPDATE campaigns SET lease_until = now()")
+        campaigns.load()
+        # what it gives ends the patience that was begun
+        loaded = campaigns.read(campaign_id)
+        assert (loaded.state, loaded.store_failed_at) == ("in_progress", None)
 
     def test_a_line_that_cannot_be_loaded_ends_its_campaign_and_holds_up_no_other(
         self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch

@@ -7,10 +7,10 @@ goes on begins where the last one ended.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, TextClause, Update, and_, exists, func, null, or_, select, text, update
+from sqlalchemy import Interval, Select, TextClause, Update, and_, cast, exists, func, null, or_, select, text, update
 from sqlalchemy.sql.dml import ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -205,6 +205,18 @@ def note_failure(lease: Lease) -> ReturningUpdate[int, int]:
     )
 
 
+def note_store_failure(lease: Lease) -> ReturningUpdate[timedelta]:
+    """Write down that the store did not give the file: for how long it has not, since there was more of it last. No
+    row: the lease is lost."""
+    since = func.coalesce(Campaign.store_failed_at, func.now())
+    return (
+        update(Campaign)
+        .where(is_held(lease), _LOADS)
+        .values(store_failed_at=since)
+        .returning(cast(func.now() - Campaign.store_failed_at, Interval))
+    )
+
+
 CREATE_CHUNK = """
 CREATE TEMP TABLE IF NOT EXISTS campaign_chunk (
     line bigint, id text, custom_id text, prompt text, seed bigint, width bigint, height bigint, num_frames bigint,
@@ -333,6 +345,7 @@ def advance(lease: Lease, *, begin: Position, end: Position, has_items: bool, is
         "loaded_bytes": end.num_bytes,
         "loaded_lines": end.num_lines,
         "load_failures": 0,
+        "store_failed_at": None,
         "lease_until": lease_end(),
     }
     if has_items:

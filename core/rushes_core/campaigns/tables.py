@@ -109,6 +109,8 @@ class Campaign(Base):
     """When its last line was loaded, or it was clear that the others will not be."""
     load_failures: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
     """How often in a row the next lines could not be loaded, by a fault of this service."""
+    store_failed_at: Mapped[datetime | None]
+    """When the store first did not give its file; null: it has given more of it since, or never failed."""
     lease_owner: Mapped[str | None]
     lease_until: Mapped[datetime | None]
     fence: Mapped[int] = mapped_column(server_default=text("0"))

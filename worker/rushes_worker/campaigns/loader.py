@@ -39,7 +39,7 @@ STORE_RETRY_SECONDS = 5.0
 """How long a campaign is left alone whose file the store did not give; after a fault of this service that long, and
 `_LONGER` times as long after each further one."""
 STORE_PATIENCE = timedelta(hours=24)
-"""How long after a campaign was accepted it is given up if the store does not give its file."""
+"""How long the store may fail to give a campaign's file, from the first time after it gave some of it."""
 _LONGER = 4
 
 
@@ -87,10 +87,7 @@ class Loader:
             log.info("campaign_left", campaign_id=campaign.id)
         except StorageError as error:
             log.warning("campaign_file_unavailable", campaign_id=campaign.id, error=str(error).splitlines()[0])
-            if campaign.lease_until is not None and campaign.lease_until > campaign.created_at + STORE_PATIENCE:
-                self._fail(lease, [_unavailable()])
-            else:
-                self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+            self._note_store_failure(lease)
         except Exception as error:
             if _is_outage(error):
                 self._release(lease, after_seconds=STORE_RETRY_SECONDS)
@@ -268,6 +265,15 @@ class Loader:
             error = {"code": RushesError.code, "message": message, "param": None, "line": failed.loaded_lines + 1}
             self._fail(lease, [error])
 
+    def _note_store_failure(self, lease: Lease) -> None:
+        """Leave the campaign alone for a while, or give it up."""
+        with self._engine.begin() as connection:
+            lasts = connection.execute(loading.note_store_failure(lease)).scalar_one_or_none()
+        if lasts is not None and lasts > STORE_PATIENCE:
+            self._fail(lease, [_unavailable()])
+        else:
+            self._release(lease, after_seconds=STORE_RETRY_SECONDS)
+
     def _renew(self, lease: Lease) -> bool:
         with self._engine.begin() as connection:
             return connection.execute(loading.renew(lease)).one_or_none() is not None
@@ -279,7 +285,7 @@ class Loader:
 
 def _unavailable() -> dict[str, Any]:
     hours = STORE_PATIENCE.total_seconds() / 3_600
-    message = f"The object store did not give the file, {hours:g} hours after the campaign was accepted."
+    message = f"The object store has not given the file for {hours:g} hours."
     return {"code": StorageError.code, "message": message, "param": None, "line": None}
 
 
