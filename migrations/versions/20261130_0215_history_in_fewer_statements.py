@@ -2,8 +2,8 @@
 
 Revision: 2f6b8d0c71ae, after e8c3417f9b60. Claim, start and completion of a job did 22 statements of the triggers' and
 read the text of ten checks and three trigger conditions again with each: now 9, and one check. They write the same,
-but for attempts that are started ahead of their turn on the GPUs, which are billed from that turn on. A campaign also knows
-since when the store has not given its file. The previous release may still be running while this one runs.
+but for attempts that are started ahead of their turn on the GPUs, which are billed from that turn on. A campaign also
+knows since when the store has not given its file. The previous release may still be running while this one runs.
 """
 
 from collections.abc import Iterator
