@@ -20,6 +20,9 @@ class CaptureShape:
     num_frames: int
     text_capacity: int
 
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}x{self.num_frames}x{self.text_capacity}"
+
 
 def parse_capacities(text: str) -> tuple[int, ...]:
     """The numbers of text rows in `1024,4096`, ascending.

@@ -132,11 +132,16 @@ class TestMemory:
         pipeline = build(checkpoint)
         one = request(width=64, height=96)
         expected = [render(pipeline, one) for _ in range(2)][-1]
+        reserved = MemoryUse.now(DEVICE).reserved_bytes
         low = render(pipeline, request(width=64, height=96, low_memory=True))
         assert pipeline._graphs.num_graphs == 0
         assert low.clip.shape == expected.clip.shape
-        for _ in range(2):
-            assert same(render(pipeline, one), expected)
+        assert MemoryUse.now(DEVICE).reserved_bytes < reserved
+        assert same(render(pipeline, one), expected)
+        # what ran by that plan has not run as it is captured
+        assert pipeline._graphs.num_graphs == 0
+        assert MemoryUse.now(DEVICE).reserved_bytes >= pipeline._graphs._reserved_bytes > 0
+        assert same(render(pipeline, one), expected)
         assert pipeline._graphs.num_graphs == 7
 
 
@@ -162,3 +167,13 @@ class TestFailure:
         assert graphs.num_graphs == 1
         assert kept[0].unique().tolist() == [7.0]
         assert x.unique().tolist() == [4.0]
+
+    def test_to_keep_memory_is_not_seen_in_what_work_frees_of_others(self) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
+        graphs = Graphs(DEVICE, max_bytes=1 << 30)
+        x = torch.zeros(1 << 20, device=DEVICE)
+        for _ in range(2):
+            graphs.run("one", lambda: add(x, 1.0))
+        others = [torch.zeros(1 << 20, device=DEVICE)]
+        graphs.run("frees", others.clear)
+        assert graphs.num_graphs == 1

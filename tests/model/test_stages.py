@@ -165,6 +165,14 @@ class TestGraphs:
         assert graphs.num_graphs == 0
         assert MemoryUse.now(CPU) == MemoryUse(0, 0, 0)
 
+    def test_work_of_a_plain_plan_does_not_count_as_run_before(self) -> None:
+        graphs = Graphs(CPU, max_bytes=1 << 30)
+        with graphs.plainly():
+            graphs.run("work", lambda: None)
+        assert not graphs._seen
+        graphs.run("work", lambda: None)
+        assert graphs._seen == {"work"}
+
 
 class TestOutbound:
     def test_the_one_before_stays_while_the_next_is_copied(self) -> None:

@@ -249,18 +249,32 @@ class FastH3Pipeline:
     def _reserve(self) -> None:
         """Take the memory that work passes through, as much as the largest shape needs."""
         largest = ClipShape.largest(self._config, self._video_vae.config.spatial_compression)
-        need = self._denoiser.measure(largest, max(self._options.text_capacities))
-        self._graphs.reserve(int(need * WORKSPACE_SPARE))
+        try:
+            need = self._denoiser.measure(largest, max(self._options.text_capacities))
+        except torch.OutOfMemoryError as error:
+            if self._parallel.size > 1:
+                # the others wait for this rank in a collective: they go on only when it ends
+                raise
+            log.warning("workspace_not_measured", error=str(error))
+        else:
+            self._graphs.reserve(int(need * WORKSPACE_SPARE))
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Make the graphs that are to be there before the first job."""
+        """Make the graphs that are to be there before the first job.
+
+        Raises:
+            ValueError: the device has less memory than a shape needs.
+        """
         for wanted in self._options.captures:
             request = RenderRequest("capture", 1, "", 0, wanted.width, wanted.height, wanted.num_frames)
             shape = self._shape_of(request)
-            self._text.prepare(wanted.text_capacity)
-            self._denoiser.prepare(shape, wanted.text_capacity)
-            self._decoder.prepare(shape)
+            try:
+                self._text.prepare(wanted.text_capacity)
+                self._denoiser.prepare(shape, wanted.text_capacity)
+                self._decoder.prepare(shape)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(f"{self._device} has less memory than {wanted} of RUSHES_CAPTURE needs") from error
         torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()

@@ -69,6 +69,8 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
         self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self._reserved_bytes = 0
+        self._is_reserved = True
         self._plain = False
         self._broken_off: torch.cuda.CUDAGraph | None = None
 
@@ -100,7 +102,8 @@ class Graphs:
             captured.graph.replay()
         else:
             self._run_plainly(work)
-            if key is not None:
+            # plain work may be made otherwise
+            if key is not None and not self._plain:
                 self._seen.add(key)
 
     def prepare(self, key: Hashable, work: Work, rehearsal: Work) -> None:
@@ -112,7 +115,10 @@ class Graphs:
     def measure(self, work: Work) -> int:
         """Run `work` and return the bytes that it passes through, which are given back.
 
-        0 on the CPU, and where there is less memory than that.
+        0 on the CPU.
+
+        Raises:
+            torch.OutOfMemoryError: there is less memory than that.
         """
         if self._pool is None:
             work()
@@ -124,9 +130,6 @@ class Graphs:
             with torch.cuda.use_mem_pool(pool):
                 work()
             return torch.cuda.max_memory_allocated(self._device) - before
-        except torch.OutOfMemoryError as error:
-            log.warning("workspace_not_measured", error=str(error))
-            return 0
         finally:
             torch.cuda.synchronize(self._device)
             del pool
@@ -134,15 +137,8 @@ class Graphs:
 
     def reserve(self, num_bytes: int) -> None:
         """Take the memory that work passes through from the device, in one piece; less, where there is less."""
-        if self._pool is None or not num_bytes:
-            return
-        try:
-            with torch.cuda.use_mem_pool(self._pool):
-                torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            log.warning("workspace_not_reserved", wanted_bytes=num_bytes)
-        else:
-            log.info("workspace_reserved", bytes=num_bytes)
+        self._reserved_bytes = num_bytes
+        self._take_reserved()
 
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Forget graphs whose tensors are about to go."""
@@ -154,7 +150,10 @@ class Graphs:
                 del self._captured[key]
 
     def clear(self) -> None:
-        """Drop all graphs and give the memory that work passes through back to the device."""
+        """Drop all graphs and give the memory that work passes through back to the device.
+
+        What was reserved is taken again by the next work that is not plain.
+        """
         if self._pool is None:
             return
         torch.cuda.synchronize(self._device)
@@ -162,6 +161,7 @@ class Graphs:
         self._seen.clear()
         self._refused.clear()
         self._pool = torch.cuda.MemPool()
+        self._is_reserved = False
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -175,6 +175,20 @@ class Graphs:
         finally:
             self._plain = False
 
+    def _take_reserved(self) -> None:
+        self._is_reserved = True
+        if self._pool is None or not self._reserved_bytes:
+            return
+        # what other work has left in smaller pieces is in its way
+        torch.cuda.empty_cache()
+        try:
+            with torch.cuda.use_mem_pool(self._pool):
+                torch.empty(self._reserved_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            log.warning("workspace_not_reserved", wanted_bytes=self._reserved_bytes)
+        else:
+            log.info("workspace_reserved", bytes=self._reserved_bytes)
+
     def _may_capture(self, key: Hashable) -> bool:
         return self.captures and not self._plain and key not in self._refused
 
@@ -182,11 +196,13 @@ class Graphs:
         if self._pool is None or self._plain:
             work()
             return
+        if not self._is_reserved:
+            self._take_reserved()
         before = torch.cuda.memory_allocated(self._device)
-        with torch.cuda.use_mem_pool(self._pool):
+        with _without_collection(), torch.cuda.use_mem_pool(self._pool):
             work()
         kept = torch.cuda.memory_allocated(self._device) - before
-        if kept:
+        if kept > 0:
             # graphs of before would write over it; those to come do without its memory
             log.info("workspace_kept", bytes=kept, graphs=len(self._captured))
             torch.cuda.synchronize(self._device)
@@ -214,18 +230,13 @@ class Graphs:
     def _record(self, work: Work, pool: "torch.cuda.MemPool") -> "torch.cuda.CUDAGraph":
         graph = torch.cuda.CUDAGraph()
         # a collection might free what must not be freed within a capture
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with _without_collection():
             # other threads of the process may go on using the device
             graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")  # pyright: ignore[reportArgumentType]
             try:
                 work()
             finally:
                 self._end(graph, pool)
-        finally:
-            if collects:
-                gc.enable()
         return graph
 
     def _end(self, graph: "torch.cuda.CUDAGraph", pool: "torch.cuda.MemPool") -> None:
@@ -247,3 +258,15 @@ class Graphs:
             log.info("graph_dropped", graph=str(key), bytes=dropped.num_bytes)
             if not self._captured:
                 self._refused.add(key)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within, memory is freed by those alone who hold it: no cycle of others is found."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
