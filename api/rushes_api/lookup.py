@@ -101,12 +101,13 @@ class Lookup:
             except (Unavailable, psycopg.Error, OSError) as error:
                 log.warning("queue_not_counted", error=str(error).splitlines()[0])
                 return None
-            if self._tails.get(end) is tail:
+            stands = self._tails.get(end)
+            if stands is None or stands is tail:
                 if len(self._tails) >= self.MAX_KEPT_PLACES:
                     self._tails.clear()
-                self._tails[end] = _Tail(counted, now + self._seconds_kept(counted))
+                stands = self._tails[end] = _Tail(counted, now + self._seconds_kept(counted))
             # else somebody else, who had the same answer, stands here already
-            tail = self._tails[end]
+            tail = stands
         num_ahead = min(tail.num_jobs, backlog.MAX_AHEAD)
         tail.num_jobs += 1
         return num_ahead

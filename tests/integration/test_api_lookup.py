@@ -1,5 +1,6 @@
 """Reading single jobs past the sessions: what is read, and how old it may be."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 from rushes_api import lookup
 from rushes_api.app import create_app
 from rushes_api.lookup import Lookup
+from rushes_core.models import Job
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.api import AUTHORIZED, JobDriver
@@ -45,7 +47,11 @@ def ahead(answer: Any) -> int | None:
     return found
 
 
-def test_whatever_is_queued_is_told_its_place_at_once(client: TestClient, driver: JobDriver) -> None:
+def test_whatever_is_queued_is_told_its_place_at_once(
+    client: TestClient, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a count that is a few milliseconds old knows nothing of who came into another class meanwhile
+    monkeypatch.setattr(Lookup, "SECONDS_KEPT_PER_JOB_AHEAD", 0)
     body = {"prompt": "a dog"}
     first, second = (client.post("/v1/videos", json=body) for _ in range(2))
     assert [ahead(first), ahead(second)] == [0, 1]
@@ -79,6 +85,25 @@ def test_those_who_come_at_once_stand_behind_each_other(keeping: TestClient) -> 
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(lambda _: keeping.post("/v1/videos", json={"prompt": "a dog"}), range(12)))
     assert sorted(found for answer in answers if (found := ahead(answer)) is not None) == list(range(1, 13))
+
+
+def test_one_whose_queue_is_forgotten_while_it_is_counted_is_told_its_place(
+    api_settings: Settings, client: TestClient, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lookup, "MAX_KEPT_PLACES", 1)
+    monkeypatch.setattr(Lookup, "SECONDS_KEPT_PER_JOB_AHEAD", 0)
+    mine, other = post(client), client.post("/v1/videos", json={"prompt": "a dog", "priority": "bulk"}).json()["id"]
+
+    async def places(mine: Job, other: Job) -> list[int | None]:
+        lookup = Lookup(api_settings)
+        await lookup.num_ahead_of_newcomer(mine)
+        # the first to have its answer makes room, and there is room for one
+        found = await asyncio.gather(lookup.num_ahead_of_newcomer(other), lookup.num_ahead_of_newcomer(mine))
+        await lookup.close()
+        return found
+
+    jobs = [job for video_id in (mine, other) if (job := driver.row(video_id)) is not None]
+    assert asyncio.run(places(*jobs)) == [2, 1]
 
 
 def test_the_end_of_a_long_queue_is_not_counted_for_everybody(keeping: TestClient) -> None:
