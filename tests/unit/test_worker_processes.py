@@ -90,6 +90,15 @@ def test_pipeline_that_no_rank_could_import_is_refused(pipeline: str, problem: s
         check_pipeline(pipeline)
 
 
+def test_module_of_a_pipeline_that_is_no_python_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_pipeline.py").write_text("class Pipeline:\n    def render(self:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"own_pipeline:Pipeline cannot be imported: .*own_pipeline\.py, line 2: "):
+        check_pipeline("own_pipeline:Pipeline")
+
+
 def test_pipeline_is_checked_without_loading_torch() -> None:
     check = "check_pipeline('rushes_worker.pipeline.fasth3:FastH3Pipeline')"
     assert "torch" not in loaded_modules(f"from rushes_worker.launcher import check_pipeline\n{check}")

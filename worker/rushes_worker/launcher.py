@@ -148,10 +148,14 @@ def check_pipeline(pipeline: str) -> None:
         raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: no module {module}")
     if found.origin is None or not found.origin.endswith(".py"):
         return
-    source = Path(found.origin).read_bytes()
+    try:
+        tree = ast.parse(Path(found.origin).read_bytes())
+    except SyntaxError as error:
+        where = f"{found.origin}, line {error.lineno}"
+        raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: {where}: {error.msg}") from error
     if not any(
         isinstance(node, ast.Name | ast.alias | ast.ClassDef | ast.FunctionDef) and name == _named(node)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
     ):
         raise ValueError(f"RUSHES_PIPELINE={pipeline} cannot be imported: {found.origin} names no {name}")
 
