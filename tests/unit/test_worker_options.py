@@ -30,6 +30,13 @@ def test_what_is_no_option_is_refused_by_value(option: str) -> None:
         PipelineOptions.parse([option])
 
 
+def test_one_who_misspells_an_option_is_told_all_there_are() -> None:
+    with pytest.raises(ValueError, match="takes the options") as refused:
+        PipelineOptions.parse(["graph_bytes=5"])
+    for name in ("attention=", "weights=", "text-capacities=", "capture=", "graph-bytes="):
+        assert name in str(refused.value)
+
+
 def test_seed_of_synthetic_weights_is_0_unless_it_is_said() -> None:
     assert (seed_of("synthetic"), seed_of("synthetic:12")) == (0, 12)
 

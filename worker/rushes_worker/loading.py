@@ -17,7 +17,6 @@ class LoadWatcher:
 
     Args:
         tell: called with every new stage, and about twice a second while weights are read.
-        total_bytes: of the weights of all stages, if that is known.
     """
 
     def __init__(self, tell: Callable[[Loading], None]) -> None:

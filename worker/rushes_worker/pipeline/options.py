@@ -46,7 +46,8 @@ class PipelineOptions:
                 chosen = replace(chosen, graph_bytes=int(value))
             else:
                 raise ValueError(
-                    f"this pipeline takes the options attention=PROVIDER and weights={SYNTHETIC}[:SEED], got {option}"
+                    f"this pipeline takes the options attention=PROVIDER, weights={SYNTHETIC}[:SEED], "
+                    f"{TEXT_CAPACITIES}=ROWS, {CAPTURE}=SHAPES and {GRAPH_BYTES}=BYTES, got {option}"
                 )
         return replace(chosen, captures=parse_captures(captures, chosen.text_capacities))
 
