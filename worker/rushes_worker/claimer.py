@@ -69,6 +69,8 @@ class Claimer:
         self._wake = wake
         self._lock = threading.Lock()
         self._claim: Claim | None = None
+        self._foremost: Claim | None = None
+        self._is_asked = False
         self._open = False
         self._busy = False
         self._due = True
@@ -99,12 +101,20 @@ class Claimer:
         return claim
 
     def take_ahead(self) -> Claim | None:
-        """The held job, if there is one that may be started while another is on the ranks: not after a lost attempt."""
+        """The held job, if there is one that may be started while another is on the ranks: not after a lost attempt,
+        and not before the thread has looked once more whether a more urgent one is to go first. `on_claim` is called
+        when it has: ask again then."""
         with self._lock:
             claim = self._claim
             if claim is None or claim.job.attempt > 1:
                 return None
-            self._claim = None
+            is_foremost = claim is self._foremost
+            if is_foremost:
+                self._claim = self._foremost = None
+        if not is_foremost:
+            self._is_asked = True
+            self._wake.poke()
+            return None
         self.hint()
         return claim
 
@@ -136,9 +146,9 @@ class Claimer:
             self._look_after_held()
             if closing:
                 return
-            if time.monotonic() >= next_look:
+            if self._is_asked or time.monotonic() >= next_look:
                 next_look = time.monotonic() + _TICK_SECONDS
-                self._overtake()
+                self._look_for_more_urgent()
             if self._may_claim() and (self._due or time.monotonic() >= next_poll):
                 self._due = False
                 self._try_claim()
@@ -176,21 +186,32 @@ class Claimer:
             self._claim = claim
         self._on_claim()
 
-    def _overtake(self) -> None:
-        """Hold something more urgent instead of what is held, if there is such a job."""
+    def _look_for_more_urgent(self) -> None:
+        """Hold the job that is to be next now, and say so if that was asked."""
+        was_asked, self._is_asked = self._is_asked, False
+        knows = self._overtake()
+        with self._lock:
+            # what nobody took meanwhile is looked at again
+            self._foremost = self._claim if was_asked and knows else None
+            is_told = self._foremost is not None
+        if is_told:
+            self._on_claim()
+
+    def _overtake(self) -> bool:
+        """Hold something more urgent instead of what is held, if there is such a job. False: the database is away."""
         with self._lock:
             held = self._claim
         if held is None or held.is_overdue or not self._serving:
-            return
+            return True
         try:
             if not self._ledger.more_urgent_waits(held.job.priority):
-                return
+                return True
             claim = self._ledger.claim(self._heartbeat.fences, by_class=True)
         except UNREACHABLE as error:
             log.debug("claim_failed", error=str(error).splitlines()[0])
-            return
+            return False
         if claim is None:
-            return
+            return True
         self._heartbeat.hold(claim.lease)
         given_back: Claim | None = claim
         with self._lock:
@@ -202,6 +223,7 @@ class Claimer:
             if self._ledger.try_release(given_back.lease):
                 log.info("job_released", job_id=given_back.job.id, reason="another one is more urgent")
             self._heartbeat.drop(given_back.lease)
+        return True
 
     def _look_after_held(self) -> None:
         """Let go of a held job that is not to be run here any more."""
