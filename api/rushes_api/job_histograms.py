@@ -29,8 +29,9 @@ class _Histogram:
 
 @dataclass(slots=True)
 class JobHistograms:
-    """Every process tells alike, however late in the day it is started: it reads what completed since midnight once,
-    and then what completed since it looked last."""
+    """However late in the day a process is started, it reads what completed since midnight once, and then what
+    completed since it looked last. All processes tell alike, but for jobs of the day that were deleted, or whose clips
+    were removed: those that had counted them still do, and one that is started later does not."""
 
     _since: datetime = _NEVER
     _until: datetime = _NEVER

@@ -172,8 +172,8 @@ def claim(
     Of the most urgent class that has ready work, of the project that has had least of the GPUs, the oldest job.
     Projects are compared on a shared clock (start-time fair queueing): a claim moves its project's time on by the GPU
     seconds that clips of the job's shape took lately, divided by the project's weight; the end of the attempt puts that
-    right by what it really took. A project that comes back from idle starts at the time of those that were busy,
-    without credit: `shares` says which do.
+    right by what it really took. A project that comes back from idle starts at the time of the busy one that has had
+    least, and is owed no more than that one: `shares` says which do.
     A job that crashed on this replica is left to others for a while, if there are others. Projects that are paused are
     passed over.
 

@@ -1,8 +1,8 @@
 """What becomes of projects' shares of the GPUs between claims. Nothing here executes.
 
 Projects are compared by `project_shares.virtual_time`, which `claims` moves on. What a project lags behind others is
-its due while it has work that waits: nothing but claims of its own makes up for it. A project without any has no due:
-it goes on where the others are when it comes back.
+its due while it has work that waits: nothing but claims of its own makes up for it. A project without any has no due
+of its own: when it comes back it goes on where that one of the others is that has had least.
 """
 
 from sqlalchemy import CTE, ColumnElement, Float, Update, and_, exists, func, or_, select, update
