@@ -17,8 +17,6 @@ from support.processes import is_alive
 from support.stack import SharedStack
 from support.worker import SCRIPTED, Worker, eventually
 
-LOAD_SECONDS = 6
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,22 +50,27 @@ def test_worker_is_alive_while_it_loads_and_ready_when_a_job_can_run(
     settings: Settings, client: TestClient, tmp_path: Path
 ) -> None:
     video = client.post("/v1/videos", json={"prompt": "a wave", "size": "832x480", "seconds": "4"}).json()
-    with Worker(settings, tmp_path / "worker.log", env={"SCRIPTED_LOAD_SECONDS": str(LOAD_SECONDS)}) as worker:
-        percents = set()
-        while not worker.events("replica_ready"):
+    limit = tmp_path / "limit"
+
+    def let_load(percent: int) -> None:
+        (tmp_path / "new").write_text(str(percent))
+        (tmp_path / "new").rename(limit)
+
+    def loaded() -> int | None:
+        return next((one["loading"]["percent"] for one in workers(client) if one["loading"]), None)
+
+    let_load(30)
+    with Worker(settings, tmp_path / "worker.log", env={"SCRIPTED_LOAD_LIMIT": str(limit)}) as worker:
+        for percent in (30, 70):
+            let_load(percent)
+            eventually(lambda percent=percent: loaded() == percent)
             assert client.get("/healthz").status_code == 200
             not_ready = client.get("/readyz")
-            if worker.events("replica_ready"):
-                break
             assert not_ready.status_code == 503
             assert "no replica is ready" in not_ready.json()["checks"]["workers"]
             assert client.get(f"/v1/videos/{video['id']}").json()["status"] == "queued"
-            for one in workers(client):
-                assert one["status"] == "starting"
-                if one["loading"] is not None:
-                    assert one["stage"] == "loading"
-                    percents.add(one["loading"]["percent"])
-        assert len(percents) > 1
+            assert [(one["status"], one["stage"]) for one in workers(client)] == [("starting", "loading")]
+        let_load(100)
         eventually(lambda: client.get("/readyz").status_code == 200)
         eventually(lambda: client.get(f"/v1/videos/{video['id']}").json()["status"] == "completed")
 
@@ -78,6 +81,7 @@ def test_worker_is_alive_while_it_loads_and_ready_when_a_job_can_run(
         assert one["checkpoint"]["model_id"] == one["model"]
         assert 0 < one["devices"][0]["memory_used_bytes"] < one["devices"][0]["memory_total_bytes"]
 
+        let_load(30)
         (ranks,) = [record["pids"] for record in worker.events("group_starting")]
         os.kill(ranks[0], signal.SIGKILL)
         eventually(lambda: (workers(client)[0]["rank_groups"], workers(client)[0]["restarts"]) == (2, 1))

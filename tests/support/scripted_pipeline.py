@@ -18,7 +18,8 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [missing unit]             the last unit is never handed over
 
 `SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail,
-`SCRIPTED_CAPTURE_SECONDS` is what comes after it.
+`SCRIPTED_CAPTURE_SECONDS` is what comes after it. Where `SCRIPTED_LOAD_LIMIT` names a file, loading goes no further
+than the percentage that is in it.
 """
 
 import os
@@ -118,8 +119,12 @@ class _Tail:
 
 def _load(watch: LoadWatch, seconds: float) -> None:
     """Take `seconds` for ten pieces of ten bytes."""
+    limit = os.environ.get("SCRIPTED_LOAD_LIMIT")
     watch.expect(100)
-    for _ in range(10):
+    for done in range(0, 100, 10):
+        while limit is not None and done >= int(Path(limit).read_text()):
+            time.sleep(0.05)
+            watch.add(0, 0)
         time.sleep(seconds / 10)
         watch.add(10, 10)
 

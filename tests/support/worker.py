@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -191,6 +191,12 @@ class Jobs:
         with Session(self._engine) as session:
             events = select(JobEvent.new_state).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
             return list(session.scalars(events))
+
+    def entered(self, job_id: str, state: JobState) -> datetime:
+        """When the job was in `state` for the first time."""
+        with Session(self._engine) as session:
+            event = select(JobEvent.at).where(JobEvent.job_id == job_id, JobEvent.new_state == state)
+            return session.scalars(event.order_by(JobEvent.id).limit(1)).one()
 
     def replicas(self) -> list[Replica]:
         with Session(self._engine, expire_on_commit=False) as session:
