@@ -19,7 +19,7 @@ _FILL = """
 INSERT INTO jobs (
     id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts, run_at {column}
 ) SELECT 'video_' || lpad(i::text, 26, '0'), 'project-' || lpad((i % :projects)::text, 4, '0'), :model,
-    CASE WHEN i % 20 = 0 THEN 0 WHEN i % 4 = 0 THEN 2 ELSE 1 END,
+    CASE WHEN i / :projects % 20 = 0 THEN 0 WHEN i / :projects % 4 = 0 THEN 2 ELSE 1 END,
     repeat('waves roll against a lighthouse ', 4), i, 832, 480, 107 + 17 * (i % 3),
     '{{"seconds": "4", "metadata": {{}}}}', 3,
     now() - (:jobs - i) * interval '1 ms' {value}
@@ -57,7 +57,7 @@ def clear(engine: Engine) -> None:
 
 
 def fill(engine: Engine, *, jobs: int, projects: int, keys: bool = False, chunk: int = 50_000) -> None:
-    """Accept `jobs` queued jobs of `projects` projects and three classes, and let the planner know of them.
+    """Accept `jobs` queued jobs of `projects` projects, each with all three classes, and let the planner know of them.
 
     Args:
         keys: each project's jobs count against an API key of its.
