@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass
 
 from rushes_core.clip import Clip
+from rushes_core.fields import MAX_SEED
 from rushes_worker.pipeline.base import RenderRequest
 
 from rushes_cli.main import UsageError
@@ -58,6 +59,11 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
         if count < least:
             raise UsageError(f"{name} must be at least {least}, got {count}")
+    for tokens in arguments.tokens:
+        if tokens < 1:
+            raise UsageError(f"--tokens must be at least 1, got {tokens}")
+    if not 0 <= arguments.seed <= MAX_SEED:
+        raise UsageError(f"--seed must be in 0..{MAX_SEED}, got {arguments.seed}")
     try:
         for seconds in arguments.seconds:
             Clip.for_seconds(seconds)

@@ -238,6 +238,10 @@ def _replica(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {arguments.sp}")
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:
         raise RushesError(f"needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
+    if arguments.weights != SYNTHETIC:
+        open_checkpoint(Path(arguments.weights))
+    elif arguments.device != "cuda":
+        raise RushesError(f"--weights {SYNTHETIC} needs CUDA devices")
     encoder = EncoderSettings(encoders=default_encoders())
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(encoder) as media:
         folder = Path(name)

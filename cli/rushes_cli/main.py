@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rushes_core.settings import DatabaseSettings, Settings
 
 DEFAULT_PORT = 8000
+_SAY_NO_VALUE = ("_parsing", "_pattern_mismatch", "than", "than_equal")
+"""Ends of the names of pydantic's errors whose messages leave out what was given."""
 
 Loaded = TypeVar("Loaded")
 
@@ -105,12 +107,20 @@ def warn_of_unknown_variables() -> None:
 
 
 def _problem(detail: object) -> str:
+    from rushes_core.settings import Settings
+
     assert isinstance(detail, dict)
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not detail["loc"]:
         return message
-    variable = f"RUSHES_{str(detail['loc'][0]).upper()}"
-    return f"{variable} is missing" if detail["type"] == "missing" else f"{variable}: {message}"
+    name = str(detail["loc"][0])
+    variable = f"RUSHES_{name.upper()}"
+    if detail["type"] == "missing":
+        return f"{variable} is missing"
+    field = Settings.model_fields.get(name)
+    if detail["type"].endswith(_SAY_NO_VALUE) and field is not None and field.repr:
+        message += f", got {detail['input']!r}"
+    return f"{variable}: {message}"
 
 
 def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:

@@ -201,6 +201,12 @@ class TestRefusals:
         assert worker.wait() == 1
         assert f"RUSHES_PIPELINE={pipeline} cannot be imported" in worker.log.read_text()
 
+    @pytest.mark.parametrize("pipeline", ["os:getcwd", "rushes_worker.rank:log"])
+    def test_pipeline_that_cannot_be_called_ends_the_worker(self, start_worker: StartWorker, pipeline: str) -> None:
+        worker = start_worker(pipeline=pipeline)
+        assert worker.wait() == 1
+        assert f"RUSHES_PIPELINE={pipeline} cannot be called as a pipeline is" in worker.log.read_text()
+
     def test_option_that_the_pipeline_cannot_serve_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
         write_tiny_checkpoint(tmp_path / "checkpoint")
         worker = start_worker(

@@ -36,6 +36,8 @@ def test_needs_a_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["--size", "1344"], "--size must be WIDTHxHEIGHT, got 1344"),
         (["--seconds", "3"], "--seconds must be between 4 and 15, got 3"),
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
+        (["--tokens", "1000", "-4"], "--tokens must be at least 1, got -4"),
+        (["--seed", "-1"], "--seed must be in 0..9223372036854775807, got -1"),
     ],
 )
 def test_wrong_usage_is_one_line(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,8 +92,17 @@ def test_wrong_settings_are_named_with_the_reason(
     for name in ("DATABASE_URL", "REDIS_URL", "S3_BUCKET", "CHECKPOINT"):
         monkeypatch.setenv(f"RUSHES_{name}", "x")
     monkeypatch.setenv("RUSHES_LEASE_SECONDS", "soon")
+    monkeypatch.setenv("RUSHES_ENCODER_CRF", "52")
+    monkeypatch.setenv("RUSHES_ENCODER", "x265")
+    monkeypatch.setenv("RUSHES_REDIS_URL", "http://user:hush@host")
     assert main(["dispatcher"]) == 2
-    assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "RUSHES_LEASE_SECONDS: Input should be a valid integer" in message
+    assert "got 'soon'" in message
+    assert "RUSHES_ENCODER_CRF: Input should be less than or equal to 51, got '52'" in message
+    assert "(libx264|h264_nvenc)$', got 'x265'" in message
+    assert "RUSHES_REDIS_URL: String should match" in message
+    assert "hush" not in message
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         check_pipeline(settings.pipeline)
         load_contract(settings.checkpoint)
         devices = find_devices(wanted, device, nodes=nodes)
+        if weights is not None and devices.kind != "cuda":
+            raise ValueError(f"--weights {weights} draws weights of the released sizes on a GPU, found none")
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)

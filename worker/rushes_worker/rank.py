@@ -6,6 +6,7 @@ its supervisor, and its supervisor ends it when another rank of the group is los
 
 import faulthandler
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -331,9 +332,12 @@ def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
             factory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
-    pipeline: Pipeline = factory(
-        boot.checkpoint, rank=boot.rank, sp=boot.sp, device=boot.device, options=boot.options, watch=watch
-    )
+    given = {"rank": boot.rank, "sp": boot.sp, "device": boot.device, "options": boot.options, "watch": watch}
+    try:
+        inspect.signature(factory).bind(boot.checkpoint, **given)
+    except TypeError as error:
+        raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be called as a pipeline is: {error}") from error
+    pipeline: Pipeline = factory(boot.checkpoint, **given)
     return pipeline
 
 

@@ -178,7 +178,7 @@ async def delete_file(file_id: str, caller: FileCaller, _: NoQuery, session: Ses
         reading = statements.reading(file_id, project=caller.project)
         if (campaign_id := (await session.execute(reading)).scalar_one_or_none()) is not None:
             raise ApiError(
-                f"the campaign {campaign_id} is still to read it: delete it afterwards, or cancel that",
+                f"the campaign {campaign_id} may still be reading it: cancel that, or try again when it has",
                 code="invalid_state",
                 status=HTTPStatus.CONFLICT,
                 headers={"x-should-retry": "false"},
