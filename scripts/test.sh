@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs all tests in two halves at once: those that mostly compute beside those that mostly wait. Each has servers, ports
 # and folders of its own. The report of the first comes whole after that of the second.
-# With arguments: one pytest that gets them.
+# Tests marked `long` are left out. With arguments: one pytest that gets them.
 set -u
 cd "$(dirname "$0")/.."
 [ $# -eq 0 ] || exec .venv/bin/pytest "$@"
@@ -28,10 +28,10 @@ trap 'interrupted=130' INT
 trap 'interrupted=143; kill -INT ${computing-} ${waiting-} 2>/dev/null' TERM HUP
 
 # shellcheck disable=SC2086  # lists of words
-nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider $COMPUTING >"$work/computing" 2>&1 &
+nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $COMPUTING >"$work/computing" 2>&1 &
 computing=$!
 # shellcheck disable=SC2086
-.venv/bin/python -c "$HEED" .venv/bin/pytest --ignore $FUZZ $WAITING &
+.venv/bin/python -c "$HEED" .venv/bin/pytest -m 'not long' --ignore $FUZZ $WAITING &
 waiting=$!
 
 # The exit status of a child, however often a signal interrupts the waiting.

@@ -196,6 +196,7 @@ def kill_at(stage: str, jobs: Jobs, replica: Replica, *, rank: int) -> str:
     return job_id
 
 
+@pytest.mark.long
 def test_five_kills_in_a_row_leave_nothing_behind(
     settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]
 ) -> None:
