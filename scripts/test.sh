@@ -1,12 +1,13 @@
 #!/bin/sh
-# Runs all tests in two halves at once: those that mostly compute beside those that mostly wait. Each has servers, ports
-# and folders of its own. The report of the first comes whole after that of the second.
+# Runs all tests in three parts at once: those that mostly compute beside those that mostly wait, for a server or for
+# workers. Each has servers, ports and folders of its own. The reports of the last two come whole after that of the first.
 # Tests marked `long` are left out. With arguments: one pytest that gets them.
 set -u
 cd "$(dirname "$0")/.."
 [ $# -eq 0 ] || exec .venv/bin/pytest "$@"
 
 WAITING="tests/integration tests/faults"
+WORKERS="$(echo tests/integration/test_worker_*.py) tests/integration/test_node_backlog.py tests/faults"
 FUZZ=tests/integration/test_api_fuzz.py
 COMPUTING=$FUZZ
 for folder in tests/*/; do
@@ -25,13 +26,18 @@ trap 'rm -rf "$work"' EXIT
 interrupted=0
 # a terminal sends Ctrl-C to everything that it runs
 trap 'interrupted=130' INT
-trap 'interrupted=143; kill -INT ${computing-} ${waiting-} 2>/dev/null' TERM HUP
+trap 'interrupted=143; kill -INT ${computing-} ${workers-} ${waiting-} 2>/dev/null' TERM HUP
 
 # shellcheck disable=SC2086  # lists of words
 nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $COMPUTING >"$work/computing" 2>&1 &
 computing=$!
 # shellcheck disable=SC2086
-.venv/bin/python -c "$HEED" .venv/bin/pytest -m 'not long' --ignore $FUZZ $WAITING &
+.venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $WORKERS >"$work/workers" 2>&1 &
+workers=$!
+ignored="--ignore $FUZZ"
+for path in $WORKERS; do ignored="$ignored --ignore $path"; done
+# shellcheck disable=SC2086
+.venv/bin/python -c "$HEED" .venv/bin/pytest -m 'not long' $ignored tests/integration &
 waiting=$!
 
 # The exit status of a child, however often a signal interrupts the waiting.
@@ -45,9 +51,11 @@ status_of() {
 
 status_of $waiting
 waiting_status=$?
+status_of $workers
+workers_status=$?
 status_of $computing
 computing_status=$?
-cat "$work/computing"
-for status in $interrupted $waiting_status $computing_status; do
+cat "$work/workers" "$work/computing"
+for status in $interrupted $waiting_status $workers_status $computing_status; do
     [ "$status" -eq 0 ] || exit "$status"
 done

@@ -5,20 +5,23 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-# waits until both run, so that a run one after the other would not end
+PARTS = ("waiting", "workers", "computing")
+# waits until all run, so that a run one after the other would not end
 PYTEST = """\
 #!{python}
 import os, pathlib, signal, sys, time
-name = "computing" if "no:cacheprovider" in sys.argv else "waiting"
+beside = "no:cacheprovider" in sys.argv
+name = "waiting" if not beside else "workers" if "tests/faults" in sys.argv else "computing"
 pathlib.Path(name).write_text(" ".join(sys.argv[1:]))
-if name == "computing" or "tests/faults" in sys.argv:
-    while not all(os.path.exists(one) for one in ("computing", "waiting")):
+if beside or "--ignore" in sys.argv:
+    while not all(os.path.exists(one) for one in {parts}):
         time.sleep(0.01)
 try:
     print(f"report of {{name}}, nice {{os.nice(0)}}", flush=True)
@@ -44,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 def stand_in(root: Path, *, seconds: float) -> None:
     path = root / ".venv" / "bin" / "pytest"
-    path.write_text(PYTEST.format(python=sys.executable, seconds=seconds))
+    path.write_text(PYTEST.format(python=sys.executable, seconds=seconds, parts=PARTS))
     path.chmod(0o755)
 
 
@@ -54,33 +57,40 @@ def run(root: Path, *arguments: str, **statuses: int) -> subprocess.CompletedPro
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_both_halves_run_at_once_and_are_shown_whole(root: Path) -> None:
+def test_all_parts_run_at_once_and_are_shown_whole(root: Path) -> None:
     done = run(root)
     assert done.returncode == 0, done.stderr
     here = os.nice(0)
-    expected = [f"report of waiting, nice {here}", f"report of computing, nice {min(19, here + 10)}"]
+    levels = {"waiting": here, "workers": here, "computing": min(19, here + 10)}
+    expected = [f"report of {name}, nice {levels[name]}" for name in PARTS]
     assert done.stdout.splitlines() == expected
 
 
-def test_every_test_is_in_one_half(root: Path) -> None:
+def test_every_test_is_in_one_part(root: Path) -> None:
     """By the tests that pytest finds, whatever folders there are."""
     (root / "tests").symlink_to(ROOT / "tests")
     run(root)
-    waiting, computing = ((root / name).read_text().split() for name in ("waiting", "computing"))
-    assert waiting[0] == "--ignore"
-    assert computing[:2] == ["-p", "no:cacheprovider"]
-    left_out, *folders = waiting[1:]
-    given = [*folders, *computing[2:]]
+    given: list[str] = []
+    ignored: list[str] = []
+    for name in PARTS:
+        words = (root / name).read_text().split()
+        assert words[words.index("-m") + 1 :][:2] == ["not", "long"]
+        for before, word in pairwise(words):
+            if word.startswith("tests/"):
+                (ignored if before == "--ignore" else given).append(word)
     assert len(set(given)) == len(given)
+    # what one part leaves out another has
+    assert set(ignored) <= set(given)
     files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     for file in files:
         holders = [one for one in given if file.is_relative_to(one)]
-        assert len(holders) == (2 if file == Path(left_out) else 1), (file, holders)
+        left_out = sum(file.is_relative_to(one) and one != "tests/faults" for one in ignored)
+        assert len(holders) - left_out == 1, (file, holders)
 
 
-@pytest.mark.parametrize(("waiting", "computing", "status"), [(0, 1, 1), (1, 0, 1), (3, 1, 3)])
-def test_the_failure_of_either_half_is_one(root: Path, waiting: int, computing: int, status: int) -> None:
-    done = run(root, waiting=waiting, computing=computing)
+@pytest.mark.parametrize(("statuses", "status"), [((0, 0, 1), 1), ((0, 2, 0), 2), ((1, 0, 0), 1), ((3, 1, 1), 3)])
+def test_the_failure_of_any_part_is_one(root: Path, statuses: tuple[int, ...], status: int) -> None:
+    done = run(root, **dict(zip(PARTS, statuses, strict=True)))
     assert done.returncode == status
     assert "report of computing" in done.stdout
 
@@ -93,13 +103,13 @@ def test_arguments_go_to_one_pytest(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_both_halves(root: Path, number: signal.Signals, status: int) -> None:
+def test_a_signal_ends_all_parts(root: Path, number: signal.Signals, status: int) -> None:
     stand_in(root, seconds=600)
     with subprocess.Popen(
         [str(root / "scripts" / "test.sh")], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as running:
         assert running.stdout is not None
-        wait_until(lambda: len(list(root.glob("*.runs"))) == 2)
+        wait_until(lambda: len(list(root.glob("*.runs"))) == 3)
         if number is signal.SIGINT:
             # as a terminal does
             os.killpg(running.pid, number)
@@ -107,5 +117,5 @@ def test_a_signal_ends_both_halves(root: Path, number: signal.Signals, status: i
             running.send_signal(number)
         report = running.stdout.read()
         assert running.wait(60) == status
-    assert [line.split(",")[0] for line in report.splitlines()] == ["report of waiting", "report of computing"]
-    assert {path.name for path in root.glob("*.interrupted")} == {"waiting.interrupted", "computing.interrupted"}
+    assert [line.split(",")[0] for line in report.splitlines()] == [f"report of {name}" for name in PARTS]
+    assert {path.name for path in root.glob("*.interrupted")} == {f"{name}.interrupted" for name in PARTS}
