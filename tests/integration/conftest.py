@@ -1,19 +1,37 @@
-"""What several modules start: the API in this process, the receivers of webhooks; a module may have other settings."""
+"""What several modules start: an engine with rows of jobs, the API in this process, the receivers of webhooks; a module
+may have other settings."""
 
 from collections.abc import Iterator
 
 import pytest
 from rushes_api.app import create_app
+from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
+from sqlalchemy import Engine, text
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver
 from support.campaigns import Campaigns
 from support.checkpoints import tiny_checkpoint
 from support.files import Contents
+from support.job_rows import JobRows
 from support.receiver import Receiver
 from support.stack import SharedStack
 from support.webhooks import Hooks, SenderThread
+
+
+@pytest.fixture(scope="module")
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = create_sync_engine(settings)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def rows(engine: Engine) -> Iterator[JobRows]:
+    yield JobRows(engine)
+    with engine.begin() as connection:
+        connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
 
 
 @pytest.fixture(scope="module")

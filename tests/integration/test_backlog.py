@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 from rushes_core import backlog, holds, jobs, replicas
-from rushes_core.database import create_sync_engine
 from rushes_core.models import ApiKey
-from rushes_core.settings import Settings
 from sqlalchemy import Engine, func, text
 from sqlalchemy.orm import Session
 from support.job_rows import MODEL, JobRows
 
 KEY = "key_limited"
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from rushes_core import backlog, claims, jobs, measured
 from rushes_core.campaigns.feeder import close_open
 from rushes_core.campaigns.forecast import capacities
-from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, ProjectShare
 from rushes_core.settings import Settings
 from rushes_core.shares import MOST_LAG_SECONDS
@@ -24,13 +23,6 @@ from support.plans import generic_plan, scans
 SECONDS = {SMALL: 10.0, LARGE: 45.0}
 """What clips take here, which is not in proportion to their frames and pixels."""
 HOUR_AGO = text("now() - interval '1 hour'")
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

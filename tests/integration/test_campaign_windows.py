@@ -1,12 +1,10 @@
 """Campaigns whose jobs may run at some hours only, on real Postgres and its clock."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from rushes_core import jobs
-from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
@@ -14,13 +12,6 @@ from rushes_worker.ledger import Ledger
 from sqlalchemy import Engine, text, update
 from support.campaign_rows import LARGE, SMALL, CampaignRows
 from support.job_rows import MODEL
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

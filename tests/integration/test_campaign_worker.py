@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from rushes_core.campaigns import feeder
 from rushes_core.campaigns.tables import Campaign
-from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_campaign_id
 from rushes_core.models import Job
 from rushes_core.settings import Settings
@@ -27,13 +26,6 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
         poll_seconds=0.1,
         heartbeat_seconds=0.5,
     )
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture(scope="module")

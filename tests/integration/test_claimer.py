@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.claimer import Claimer
@@ -11,25 +10,11 @@ from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.ledger import Claim, Ledger
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
-from sqlalchemy import Engine, text
+from sqlalchemy import text
 from support.job_rows import MODEL, JobRows
 from support.waiting import wait_until
 
 REPLICA = "bench-r0#1"
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[JobRows]:
-    yield JobRows(engine)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
 
 
 @pytest.fixture

@@ -19,13 +19,6 @@ from support.stack import SharedStack
 TABLES = "jobs, job_attempts, job_events, outbox, project_shares, replicas, queue_pauses"
 
 
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
-
-
 @pytest.fixture
 def rows(engine: Engine) -> Iterator[JobRows]:
     yield JobRows(engine)

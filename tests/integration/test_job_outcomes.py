@@ -1,31 +1,13 @@
 """How jobs end and begin again on real Postgres: cancel, retry, quarantine, memory, deadlines, the outbox."""
 
-from collections.abc import Iterator
-
 import pytest
 from rushes_core import claims, jobs, replicas
-from rushes_core.database import create_sync_engine
 from rushes_core.models import Job, JobAttempt, JobEvent, OutboxEvent
-from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from support.job_rows import ERROR, MODEL, RESULT, JobRows, wait_past_restart
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[JobRows]:
-    yield JobRows(engine)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
 
 
 def run_on(rows: JobRows, owner: str) -> Job:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 from rushes_core import backlog, jobs
-from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
@@ -13,26 +12,12 @@ from rushes_worker import connections
 from rushes_worker.connections import UNREACHABLE, Connections
 from rushes_worker.lease import Lease
 from rushes_worker.ledger import Ledger, LedgerUnreachable
-from sqlalchemy import Engine, bindparam, make_url, select, text
+from sqlalchemy import bindparam, make_url, select, text
 from support.faults.proxy import Mode, TcpProxy
 from support.job_rows import ERROR, MODEL, RESULT, JobRows
 from support.waiting import wait_until
 
 REPLICA = "bench-r0#1"
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[JobRows]:
-    yield JobRows(engine)
-    with engine.begin() as connection:
-        connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
 
 
 @pytest.fixture

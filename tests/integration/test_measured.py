@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from rushes_core import jobs
-from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.measured import measured, measured_shape
 from rushes_core.models import Job, MeasuredTime
@@ -13,13 +12,6 @@ from rushes_core.settings import Settings
 from sqlalchemy import Engine, text, update
 from sqlalchemy.orm import Session
 from support.job_rows import MODEL, RESULT, JobRows
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

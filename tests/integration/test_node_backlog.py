@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rushes_core.settings import Settings
-from rushes_worker.commands import AudioReady, Boot, Done, Render, UnitReady
+from rushes_worker.commands import AudioReady, Done, Render, UnitReady
 from rushes_worker.node import _Epochs
 from rushes_worker.node_link import FromRank, NodeLink, Pulse, RankExited, StartRanks, ToRank
 from rushes_worker.pipeline.base import RenderRequest
@@ -21,7 +21,7 @@ from rushes_worker.scratch import Scratch
 from rushes_worker.wake import Wake
 from support import scripted_pipeline
 from support.processes import children
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually
+from support.worker import NUM_FRAMES, SIZE, TESTS, eventually, first_boot
 
 
 def request(prompt: str, seed: int) -> RenderRequest:
@@ -70,24 +70,6 @@ class HeldUp:
             self.say(Pulse())
 
 
-def boot(folder: Path) -> Boot:
-    return Boot(
-        rank=0,
-        sp=1,
-        epoch=1,
-        device="cpu",
-        pipeline=SCRIPTED,
-        options=(),
-        checkpoint=folder,
-        rendezvous=(folder / "rendezvous").as_uri(),
-        token="one",
-        listener=None,
-        collective_timeout_seconds=60,
-        log_level="INFO",
-        log_json=True,
-    )
-
-
 def narrow_way() -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection that takes far less than a unit of frames before somebody reads."""
     with socket.socket() as listener, ExitStack() as failing:
@@ -110,7 +92,7 @@ def rank_runs() -> bool:
 def order_and_read_late(first: HeldUp, folder: Path) -> Heard:
     """Have a rank make two clips and die, and read nothing before it is gone."""
     try:
-        first.say(StartRanks(1, (boot(folder),)))
+        first.say(StartRanks(1, (first_boot(folder),)))
         for serial, one in enumerate((FIRST, SECOND, request("[die at step 1]", 1)), 1):
             first.say(ToRank(1, 0, Render(serial, one, folder, behind=serial - 1)))
         eventually(rank_runs)

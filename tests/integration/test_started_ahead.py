@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from rushes_core import jobs
-from rushes_core.database import create_sync_engine
 from rushes_core.models import ApiKey, Job
-from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
@@ -15,13 +13,6 @@ from support.campaign_rows import CampaignRows
 WAITED = 500.0
 RAN = 5.0
 SPENT = "SELECT coalesce(sum(gpu_seconds), 0)::float FROM "
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rushes_worker.commands import (
     Advanced,
-    Boot,
     Done,
     Failed,
     Idled,
@@ -27,7 +26,7 @@ from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
 from support.processes import is_alive
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually, first_boot
 
 StartGroup = Callable[..., RankGroup]
 
@@ -231,21 +230,7 @@ def test_render_goes_on_when_the_last_frames_of_the_one_before_were_bad(
 def test_rank_of_another_epoch_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     env = rank_environment(kind="cpu", visible=(), threads=1, interface="lo")
-    boot = Boot(
-        rank=0,
-        sp=2,
-        epoch=2,
-        device="cpu",
-        pipeline=SCRIPTED,
-        options=(),
-        checkpoint=tmp_path,
-        rendezvous=(tmp_path / "rendezvous").as_uri(),
-        token="new",
-        listener=None,
-        collective_timeout_seconds=60,
-        log_level="INFO",
-        log_json=True,
-    )
+    boot = replace(first_boot(tmp_path), sp=2, epoch=2, token="new")
     stale = LocalRanks([replace(boot, rank=1, epoch=1, token="old")], env=env)
     # it is where they meet before they are
     eventually(lambda: (tmp_path / "rendezvous").exists() and (tmp_path / "rendezvous").stat().st_size)

@@ -24,6 +24,7 @@ from rushes_core.settings import Settings, get_settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_worker import node
 from rushes_worker.child import settings_environment
+from rushes_worker.commands import Boot
 from rushes_worker.launcher import run
 from sqlalchemy import create_engine, func, select, text, update
 from sqlalchemy.orm import Session
@@ -37,6 +38,25 @@ SCRIPTED = "support.scripted_pipeline:ScriptedPipeline"
 NUM_FRAMES = 107
 SIZE = 64
 TESTS = Path(__file__).parents[1]
+
+
+def first_boot(folder: Path) -> Boot:
+    """What the only rank of a first group is told, on the CPU."""
+    return Boot(
+        rank=0,
+        sp=1,
+        epoch=1,
+        device="cpu",
+        pipeline=SCRIPTED,
+        options=(),
+        checkpoint=folder,
+        rendezvous=(folder / "rendezvous").as_uri(),
+        token="one",
+        listener=None,
+        collective_timeout_seconds=60,
+        log_level="INFO",
+        log_json=True,
+    )
 
 
 def write_contract(path: Path) -> Path:
