@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from rushes_core.captures import MAX_TEXT_CAPACITY
 from rushes_core.contract import load_contract
 from rushes_core.errors import NotFinite
 from rushes_core.log import get_logger
@@ -42,7 +43,7 @@ from rushes_worker.pipeline.slots import NUM_BANKS, NUM_SLOTS, Latents, RequestS
 from rushes_worker.pipeline.text import TextStage, capacity_for
 from rushes_worker.pipeline.workspace import Workspace
 
-MAX_PROMPT_TOKENS = 16_384
+MAX_PROMPT_TOKENS = MAX_TEXT_CAPACITY
 """What a rank accepts whatever the API's own limit is."""
 WORKSPACE_SPARE = 1.05
 """Of the memory that work passes through: pieces of other shapes fit less tightly."""
