@@ -135,7 +135,11 @@ class Runner:
         return rendered
 
     def _take_next(self) -> Claim | None:
-        claim = self._take_ahead() if self.can_render else None
-        if claim is not None:
-            self._num_on_ranks += 1
+        if not self.can_render:
+            return None
+        # counted before it is taken: as soon as it is, the claimer asks whether there is room for another
+        self._num_on_ranks += 1
+        claim = self._take_ahead()
+        if claim is None:
+            self._num_on_ranks -= 1
         return claim
