@@ -162,16 +162,19 @@ class RankGroup:
         if self._remote is not None and self._remote.is_lost:
             self.end("node_lost")
             raise GroupLost("The other node of the worker was lost.", rank=None)
+        # a rank that reported its failure leaves because of it; the render's owner decides what that means
+        exits = {} if reports else {rank: how for part in self._parts for rank, how in part.exits().items()}
+        if not exits.keys() <= self._failed:
+            # it may have reported since
+            reports = self._receive(0.0, ())
         for rank, report in reports:
             self._note(rank, report)
         if reports:
             self._heard_at = time.monotonic()
             return reports
-        for part in self._parts:
-            for rank, how in part.exits().items():
-                # a rank that reported its failure leaves because of it; the render's owner decides what that means
-                if rank not in self._failed:
-                    self._lose(rank, how)
+        for rank, how in exits.items():
+            if rank not in self._failed:
+                self._lose(rank, how)
         if self._patience is not None and time.monotonic() - self._heard_at > self._patience:
             self._time_out(self._patience)
         return []
