@@ -56,9 +56,16 @@ def test_ranks_that_are_wrong_get_no_figures() -> None:
             judge([right, wrong])
 
 
-def test_ranks_that_cannot_be_loaded_end_it(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_not_there_is_told_before_ranks_start(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert bench(checkpoint.parent / "nowhere", "--sp", "2") == 1
-    assert "failed to wait_for_all: CheckpointError" in capfd.readouterr().err
+    assert capfd.readouterr().err == f"rushes bench: {checkpoint.parent / 'nowhere'}: no such directory\n"
+
+
+def test_ranks_that_cannot_be_loaded_end_it(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(checkpoint, "--sp", "2", "--option", "attention=nowhere") == 1
+    assert "failed to wait_for_all: ValueError" in capfd.readouterr().err
 
 
 def test_numbers_of_ranks_that_are_not_served_are_refused(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
