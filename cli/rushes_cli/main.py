@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rushes_core.settings import DatabaseSettings, Settings
 
 DEFAULT_PORT = 8000
-_SAY_NO_VALUE = ("_parsing", "_pattern_mismatch", "than", "than_equal")
-"""Ends of the names of pydantic's errors whose messages leave out what was given."""
 
 Loaded = TypeVar("Loaded")
 
@@ -88,13 +86,13 @@ def load_database_settings() -> "DatabaseSettings":
 
 
 def _load(load: Callable[[], Loaded]) -> Loaded:
-    from pydantic import ValidationError
+    from rushes_core.setting_rules import InvalidSettings
 
     warn_of_unknown_variables()
     try:
         return load()
-    except ValidationError as error:
-        raise UsageError(f"settings: {'; '.join(_problem(detail) for detail in error.errors())}") from None
+    except InvalidSettings as error:
+        raise UsageError(f"settings: {error}") from None
 
 
 def warn_of_unknown_variables() -> None:
@@ -104,23 +102,6 @@ def warn_of_unknown_variables() -> None:
     for name, nearest in unknown_variables(os.environ).items():
         advice = f"; did you mean {nearest}?" if nearest else ""
         print(f"rushes: warning: {name} is no setting and changes nothing{advice}", file=sys.stderr)
-
-
-def _problem(detail: object) -> str:
-    from rushes_core.settings import Settings
-
-    assert isinstance(detail, dict)
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    if not detail["loc"]:
-        return message
-    name = str(detail["loc"][0])
-    variable = f"RUSHES_{name.upper()}"
-    if detail["type"] == "missing":
-        return f"{variable} is missing"
-    field = Settings.model_fields.get(name)
-    if detail["type"].endswith(_SAY_NO_VALUE) and field is not None and field.repr:
-        message += f", got {detail['input']!r}"
-    return f"{variable}: {message}"
 
 
 def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:

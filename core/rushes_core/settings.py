@@ -1,6 +1,5 @@
 """Settings of every Rushes process, read once from the environment (`RUSHES_*`)."""
 
-import re
 from base64 import b64decode, urlsafe_b64decode
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -9,22 +8,55 @@ from functools import cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, SecretStr, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rushes_core.captures import parse_capacities, parse_captures
+from rushes_core.setting_rules import (
+    PREFIX,
+    InvalidSettings,
+    check_buckets,
+    check_endpoint,
+    check_hosts,
+    check_own_origin,
+    check_page_origins,
+    listed,
+    problems,
+    variable,
+)
+
+MAX_BYTES = 1 << 62
+"""What counts of bytes may be at most: they are added to others in 64 bits."""
+MAX_SECONDS = 604_800.0
+"""A week: what is to take longer than that is a mistake, and the clocks that wait for it have ends."""
+
+
+def _no_empty_path(value: Any) -> Any:
+    # it would be the working directory, which nobody meant
+    if value == "":
+        raise ValueError("must be a path, got ''")
+    return value
+
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Directory = Annotated[Path, BeforeValidator(_no_empty_path)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+SecondsOrNone = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 
-PREFIX = "RUSHES_"
 CLIENTS_VARIABLES = ("RUSHES_URL", "RUSHES_KEY")
 """What clients keep in the same environment."""
-
-# S3's rules for names of buckets
-_BUCKET = re.compile(r"(?!.*\.\.)(?!(?:[0-9]+\.){3}[0-9]+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 
 
 class ContentDelivery(StrEnum):
@@ -48,7 +80,7 @@ class DatabaseSettings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    database_url: Annotated[NonEmpty, Field(repr=False)]
+    database_url: Annotated[NonEmpty, Field(repr=False, pattern=r"^postgresql\+psycopg://.")]
     """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
 
 
@@ -58,24 +90,24 @@ class Settings(DatabaseSettings):
     redis_url: Annotated[NonEmpty, Field(repr=False, pattern="^rediss?://.")]
     """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
 
-    s3_bucket: NonEmpty
+    s3_bucket: Annotated[NonEmpty, AfterValidator(check_buckets)]
     """Bucket that finished clips are stored in."""
-    s3_output_buckets: str = ""
+    s3_output_buckets: Annotated[str, AfterValidator(check_buckets)] = ""
     """Other buckets of the same store that a request may name, separated by commas."""
-    s3_endpoint_url: str = ""
+    s3_endpoint_url: Endpoint = ""
     """Endpoint of an S3-compatible store; empty: AWS."""
-    s3_public_endpoint_url: str = ""
-    """Endpoint as clients reach it, used to sign download URLs; empty: the same as `s3_endpoint_url`."""
+    s3_public_endpoint_url: Endpoint = ""
+    """Endpoint as clients reach it, used to sign download URLs; empty: the same as `RUSHES_S3_ENDPOINT_URL`."""
     s3_region: NonEmpty = "us-east-1"
     """Region that requests are signed for."""
     s3_access_key_id: str = ""
     """Empty: boto3's own chain of credential sources."""
     s3_secret_access_key: SecretStr = SecretStr("")
-    """Belongs to `s3_access_key_id`."""
-    s3_addressing_style: Annotated[str, StringConstraints(pattern="^(auto|path|virtual)$")] = "auto"
+    """Belongs to `RUSHES_S3_ACCESS_KEY_ID`."""
+    s3_addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """`auto` is path style for a custom endpoint, virtual-hosted for AWS."""
 
-    checkpoint: Path
+    checkpoint: Directory
     """Directory of the checkpoint. The API reads only its JSON files and tokenizer; a worker reads all of it."""
     model_name: str = ""
     """Name that clients call the model by; empty: the checkpoint's own `model_id`."""
@@ -84,25 +116,25 @@ class Settings(DatabaseSettings):
 
     api_key: SecretStr = SecretStr("")
     """The operator's bearer key: project `default`, every scope, no limits. The API does not start without one."""
-    api_origin: str = ""
+    api_origin: Annotated[str, AfterValidator(check_own_origin)] = ""
     """Origin at which clients reach the API, `https://host`; guards against redirects to itself when it is set."""
-    cors_origins: str = ""
+    cors_origins: Annotated[str, AfterValidator(check_page_origins)] = ""
     """Origins of web pages that may call the API, separated by commas; `*`: all of them; empty: none."""
     content_delivery: ContentDelivery = ContentDelivery.PROXY
     """`proxy`: the API streams clips from the store; `redirect`: it answers 302 to a presigned URL."""
     presigned_url_seconds: Annotated[int, Field(ge=60, le=86_400)] = 900
     """How long a presigned download URL works."""
-    api_max_body_bytes: Annotated[int, Field(ge=1_024)] = 1_048_576
+    api_max_body_bytes: Annotated[int, Field(ge=1_024, le=1_073_741_824)] = 1_048_576
     """Largest request body that is read."""
-    api_max_waiting: PositiveInt = 1_000
+    api_max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 1_000
     """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
-    api_max_waiting_per_key: PositiveInt = 250
+    api_max_waiting_per_key: Annotated[int, Field(ge=1, le=100_000)] = 250
     """The same for one API key in one process."""
     files_max_bytes: Annotated[int, Field(ge=1, le=53_687_091_200)] = 209_715_200
     """Largest file that `POST /v1/files` takes."""
-    files_max_count: PositiveInt = 1_000
+    files_max_count: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
     """Files that a project may have at once."""
-    files_max_total_bytes: PositiveInt = 10_737_418_240
+    files_max_total_bytes: Annotated[int, Field(ge=1, le=MAX_BYTES)] = 10_737_418_240
     """What the files of a project may have together."""
     campaign_max_lines: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000_000
     """Lines that the file of a campaign may have."""
@@ -110,11 +142,11 @@ class Settings(DatabaseSettings):
     """Bytes that it may have when it is not compressed."""
     campaign_max_line_bytes: Annotated[int, Field(ge=1_024, le=16_777_216)] = 1_048_576
     """Longest line of it that is read; a longer one is an error of that line."""
-    campaign_max_queued: PositiveInt = 2_000_000
+    campaign_max_queued: Annotated[int, Field(ge=1, le=1_000_000_000)] = 2_000_000
     """Jobs that the campaigns of a project may have waiting together."""
     metrics_open: bool = False
     """Whether `GET /metrics` needs no key; otherwise it takes one with the scope `admin`."""
-    sync_timeout_seconds: PositiveInt = 600
+    sync_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
     """How long `POST /v1/videos/sync` waits for the clip before it answers 504."""
 
     webhook_key: SecretStr = SecretStr("")
@@ -127,7 +159,7 @@ class Settings(DatabaseSettings):
     """Whether webhooks may go to `http://` URLs."""
     webhook_ports: Annotated[str, StringConstraints(pattern="^[0-9]{1,5}(,[0-9]{1,5})*$")] = "443,8443"
     """Ports that webhooks may go to, separated by commas."""
-    webhook_hosts: str = ""
+    webhook_hosts: Annotated[str, AfterValidator(check_hosts)] = ""
     """The only hosts that webhooks may go to, separated by commas; `*.example.com`: every name below it. Empty: any."""
     webhook_networks: str = ""
     """Private networks that webhooks may go to besides public addresses, such as `10.1.0.0/16`, separated by commas."""
@@ -143,18 +175,18 @@ class Settings(DatabaseSettings):
 
     pool: Annotated[str, StringConstraints(pattern="^[a-z0-9-]{1,32}$")] = "default"
     """Pool of workers that this worker joins and that this dispatcher wakes."""
-    lease_seconds: Annotated[int, Field(ge=3)] = 30
+    lease_seconds: Annotated[int, Field(ge=3, le=86_400)] = 30
     """How long a replica may be silent before its job is given to another."""
-    heartbeat_seconds: Annotated[float, Field(gt=0)] = 5.0
+    heartbeat_seconds: Seconds = 5.0
     """How often a replica renews its lease."""
-    poll_seconds: Annotated[float, Field(gt=0)] = 1.5
+    poll_seconds: Seconds = 1.5
     """How often an idle replica looks for work when no hint arrives, before jitter."""
-    dispatch_seconds: Annotated[float, Field(gt=0)] = 0.25
+    dispatch_seconds: Seconds = 0.25
     """How often the dispatcher opens held jobs and sends hints."""
-    patience_seconds: Annotated[float, Field(gt=0)] = 600.0
+    patience_seconds: Seconds = 600.0
     """How long a job of the class `normal` or `bulk` may be passed over before one claim in twenty looks for it
     first."""
-    max_attempts: PositiveInt = 3
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts that a job gets before it fails."""
     worker_name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,100}$")] = ""
     """Name of this worker that outlives its restarts, different from every other's; empty: the name of the host."""
@@ -162,34 +194,34 @@ class Settings(DatabaseSettings):
     """Days after which the clip of a completed job is removed from the store; 0: never."""
     sweep_orphans: bool = False
     """Whether the dispatcher removes objects that no job points at; `rushes sweep --orphans` lists them."""
-    orphan_age_seconds: Annotated[int, Field(ge=3_600)] = 86_400
+    orphan_age_seconds: Annotated[int, Field(ge=3_600, le=31_536_000)] = 86_400
     """How old an object or an unfinished upload must be before it is removed as an orphan."""
-    shutdown_grace_seconds: Annotated[float, Field(ge=0)] = 120.0
+    shutdown_grace_seconds: SecondsOrNone = 120.0
     """How long a worker that was asked to stop may go on with its running job before it gives the job back."""
-    start_timeout_seconds: Annotated[float, Field(gt=0)] = 1_800.0
+    start_timeout_seconds: Seconds = 1_800.0
     """How long a rank group may load without any progress."""
-    stage_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    stage_timeout_seconds: Seconds = 300.0
     """How long a rank group may go without progress on a job, or the encoder without a clip, before it is ended. For
     a clip of up to 124 frames of 1344x768; larger ones get in proportion."""
-    encoding_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """The same for the text encoder, whatever the clip; 0: `stage_timeout_seconds`."""
-    step_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """The same for one denoise step; 0: `stage_timeout_seconds`."""
-    decoding_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """The same for one decoded temporal unit, or the soundtrack; 0: `stage_timeout_seconds`."""
-    muxing_timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """The same for what the encoder has left to do after the last frame; 0: `stage_timeout_seconds`."""
-    upload_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    encoding_timeout_seconds: SecondsOrNone = 0.0
+    """The same for the text encoder, whatever the clip; 0: `RUSHES_STAGE_TIMEOUT_SECONDS`."""
+    step_timeout_seconds: SecondsOrNone = 0.0
+    """The same for one denoise step; 0: `RUSHES_STAGE_TIMEOUT_SECONDS`."""
+    decoding_timeout_seconds: SecondsOrNone = 0.0
+    """The same for one decoded temporal unit, or the soundtrack; 0: `RUSHES_STAGE_TIMEOUT_SECONDS`."""
+    muxing_timeout_seconds: SecondsOrNone = 0.0
+    """The same for what the encoder has left to do after the last frame; 0: `RUSHES_STAGE_TIMEOUT_SECONDS`."""
+    upload_timeout_seconds: Seconds = 600.0
     """How long a finished clip waits for an object store that is away before its job is given another attempt."""
-    spool_jobs: PositiveInt = 4
+    spool_jobs: Annotated[int, Field(ge=1, le=1_000)] = 4
     """Jobs that a replica may hold at once, finished clips that wait for the object store included; it renders on
     until there are as many. 1: each clip is stored before the next job is claimed."""
-    spool_bytes: Annotated[int, Field(ge=0)] = 4_294_967_296
+    spool_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 4_294_967_296
     """Finished clips that wait for the object store may take this much of the scratch directory before the replica
     stops claiming."""
-    scratch_free_bytes: Annotated[int, Field(ge=0)] = 536_870_912
+    scratch_free_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 536_870_912
     """A replica claims nothing while its scratch directory has less room than this."""
-    drain_after_crashes: PositiveInt = 3
+    drain_after_crashes: Annotated[int, Field(ge=1, le=1_000)] = 3
     """Different jobs that a replica may crash on within half an hour before it takes no more and waits for a person."""
     node_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:-]{0,253}$")] = ""
     """Address of this machine in the private network between the two nodes of a replica; needed with `--nodes 2`."""
@@ -202,20 +234,20 @@ class Settings(DatabaseSettings):
     )
     """`module:callable` that builds the pipeline of a rank."""
     pipeline_options: str = ""
-    """Options of that pipeline, by commas: `attention=hopper`, `triton` or `pytorch`; empty: the device decides."""
+    """Options of that pipeline, by commas: `attention=hopper`, `triton` or `torch`; empty: the device decides."""
     text_capacities: str = "1024,4096,10240"
     """Rows that prompts share CUDA graphs for, by commas: multiples of 64 up to 16384, 16 at most. A prompt takes the
     fewest that hold its tokens, unless they add more than 2 % to the clip's rows; then as many times 64 as it needs."""
     capture: str = ""
     """Shapes whose CUDA graphs a worker captures at start, by commas: `1344x768x124`, width, height and frames, for
     all text capacities, or `1344x768x124x1024` for one. Others are captured when they are first rendered."""
-    graph_bytes: Annotated[int, Field(ge=0)] = 4_294_967_296
+    graph_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 4_294_967_296
     """GPU memory of a rank that CUDA graphs may take; those least recently used are dropped. 0: no graphs."""
-    scratch: Path = Path(gettempdir())
+    scratch: Directory = Path(gettempdir())
     """Directory for raw frames and unfinished files; each replica makes one of its own below it. An API process has at
     most eight parts of uploads there, 5 MiB each."""
 
-    encoder: Annotated[str, StringConstraints(pattern="^(libx264|h264_nvenc)$")] = "libx264"
+    encoder: Literal["libx264", "h264_nvenc"] = "libx264"
     """H.264 encoder: `libx264`, or `h264_nvenc` where the worker's GPU has NVENC; data-centre GPUs often have none."""
     encoder_preset: Annotated[str, StringConstraints(pattern="^[a-z0-9]*$")] = ""
     """`ultrafast` to `slow` of libx264, `p1` to `p7` of NVENC; empty: `veryfast` and `p4`."""
@@ -227,14 +259,14 @@ class Settings(DatabaseSettings):
     """Pieces of a clip that a replica encodes at once; 0: half its share of the cores, 8 at most."""
     audio_bitrate: Annotated[int, Field(ge=32_000, le=320_000)] = 144_000
     """Bits per second of the AAC track."""
-    provenance: Annotated[str, StringConstraints(pattern="^(off|on|prompt)$")] = "on"
+    provenance: Literal["off", "on", "prompt"] = "on"
     """What a clip's file says of how it was made, as JSON in its comment: `on` model, revision, seed and id of the
     video, `prompt` the prompt too, `off` nothing: then the same request gives the same bytes."""
-    flawed_clips: Annotated[str, StringConstraints(pattern="^(warn|fail)$")] = "warn"
+    flawed_clips: Literal["warn", "fail"] = "warn"
     """A clip that is one flat colour, frozen or silent all along: `warn` stores it and says so in `output.warnings`;
     `fail` ends the attempt as `invalid_output`."""
 
-    log_level: Annotated[str, StringConstraints(pattern="^(DEBUG|INFO|WARNING|ERROR)$")] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """`DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     log_json: bool = True
     """False: coloured lines for a person at a terminal."""
@@ -243,20 +275,9 @@ class Settings(DatabaseSettings):
     def _lease_outlives_heartbeats(self) -> Self:
         if self.heartbeat_seconds * 2 > self.lease_seconds:
             raise ValueError(
-                f"heartbeat_seconds={self.heartbeat_seconds:g} must be at most half of "
-                f"lease_seconds={self.lease_seconds}"
+                f"{variable('heartbeat_seconds')}={self.heartbeat_seconds:g} must be at most half of "
+                f"{variable('lease_seconds')}={self.lease_seconds}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _buckets_have_names_of_buckets(self) -> Self:
-        for setting, names in (("s3_bucket", [self.s3_bucket]), ("s3_output_buckets", listed(self.s3_output_buckets))):
-            for name in names:
-                if not _BUCKET.fullmatch(name):
-                    raise ValueError(
-                        f"{setting}: {name!r} is no name of a bucket, which has 3 to 63 lower-case letters, digits, "
-                        "hyphens and single dots, begins and ends with a letter or digit, and is no IP address"
-                    )
         return self
 
     @model_validator(mode="after")
@@ -267,7 +288,7 @@ class Settings(DatabaseSettings):
             name = "capture"
             parse_captures(self.capture, capacities)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"{variable(name)}: {error}") from None
         return self
 
     @model_validator(mode="after")
@@ -298,28 +319,27 @@ def check_webhook_settings(settings: Settings) -> None:
             except ValueError:
                 length = 0
             if length != 32:
-                raise ValueError(f"{name} must be 32 bytes in base64, each of several separated by commas")
+                raise ValueError(f"{variable(name)} must be 32 bytes in base64, each of several separated by commas")
     for port in listed(settings.webhook_ports):
         if not 1 <= int(port) <= 65_535:
-            raise ValueError(f"webhook_ports must be in 1..65535, got {port}")
+            raise ValueError(f"{variable('webhook_ports')} must be in 1..65535, got {port}")
     for network in listed(settings.webhook_networks):
         try:
             parsed = ip_network(network)
         except ValueError as error:
-            raise ValueError(f"webhook_networks: {error}") from None
+            raise ValueError(f"{variable('webhook_networks')}: {error}") from None
         if not parsed.is_private or parsed.is_loopback or parsed.is_link_local or not parsed.prefixlen:
-            raise ValueError(f"webhook_networks must be private networks, not of this machine or link, got {network}")
+            raise ValueError(
+                f"{variable('webhook_networks')} must be private networks, not of this machine or link, got {network}"
+            )
     if settings.webhook_loopback:
         for name in ("database_url", "redis_url", "s3_endpoint_url", "api_origin"):
             url = str(getattr(settings, name))
             # the origin may be unknown; no endpoint of a store means AWS
             if not _is_on_loopback(url) and (url or name != "api_origin"):
-                raise ValueError(f"webhook_loopback is for tests and trials: {name} is not on this machine")
-
-
-def listed(text: str) -> list[str]:
-    """What `text` lists, separated by commas."""
-    return [item.strip() for item in text.split(",") if item.strip()]
+                raise ValueError(
+                    f"{variable('webhook_loopback')} is for tests and trials: {variable(name)} is not on this machine"
+                )
 
 
 def _is_on_loopback(url: str) -> bool:
@@ -335,18 +355,24 @@ def get_settings() -> Settings:
     """The settings of this process.
 
     Raises:
-        pydantic.ValidationError: a variable is missing or wrong.
+        InvalidSettings: a variable is missing or wrong.
     """
-    return Settings()  # pyright: ignore[reportCallIssue]  the fields come from the environment
+    try:
+        return Settings()  # pyright: ignore[reportCallIssue]  the fields come from the environment
+    except ValidationError as error:
+        raise InvalidSettings(problems(error, Settings)) from None
 
 
 def get_database_settings() -> DatabaseSettings:
     """The part of the settings that says where the database is.
 
     Raises:
-        pydantic.ValidationError: the variable is missing or wrong.
+        InvalidSettings: the variable is missing or wrong.
     """
-    return DatabaseSettings()  # pyright: ignore[reportCallIssue]  the field comes from the environment
+    try:
+        return DatabaseSettings()  # pyright: ignore[reportCallIssue]  the field comes from the environment
+    except ValidationError as error:
+        raise InvalidSettings(problems(error, DatabaseSettings)) from None
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:

@@ -164,8 +164,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"encoder_preset": "placebo"}, "encoder_preset='placebo' is not one of libx264's: ultrafast, superfast"),
-            ({"encoder": "h264_nvenc"}, "encoder=h264_nvenc with encoder_preset=p4, encoder_crf=18, "),
+            (
+                {"encoder_preset": "placebo"},
+                "RUSHES_ENCODER_PRESET='placebo' is not one of libx264's: ultrafast, superfast",
+            ),
+            (
+                {"encoder": "h264_nvenc"},
+                "RUSHES_ENCODER=h264_nvenc with RUSHES_ENCODER_PRESET=p4, RUSHES_ENCODER_CRF=18, ",
+            ),
         ],
         ids=["preset", "nvenc"],
     )

@@ -49,7 +49,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"encoder_preset": "placebo"}, "encoder_preset='placebo' is not one of libx264's: ultrafast, .* slow"),
+            (
+                {"encoder_preset": "placebo"},
+                "RUSHES_ENCODER_PRESET='placebo' is not one of libx264's: ultrafast, .* slow",
+            ),
             ({"encoder": "h264_nvenc", "encoder_preset": "fast"}, "'fast' is not one of h264_nvenc's: p1, .* p7"),
         ],
     )
@@ -83,7 +86,9 @@ class TestTrial:
     def test_one_whose_device_is_missing_is_refused_with_what_was_found(self, tmp_path: Path) -> None:
         if Path("/dev/nvidia0").exists():
             pytest.skip("this machine has an NVIDIA device")
-        with pytest.raises(ValueError, match=r"encoder=h264_nvenc .*encoder_preset=p4.* makes no clip here: .*libx264"):
+        with pytest.raises(
+            ValueError, match=r"RUSHES_ENCODER=h264_nvenc .*RUSHES_ENCODER_PRESET=p4.* makes no clip here: .*libx264"
+        ):
             try_encoder(EncoderSettings(encoder="h264_nvenc"), tmp_path)
         assert list(tmp_path.iterdir()) == []
 

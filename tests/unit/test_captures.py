@@ -1,6 +1,7 @@
 import pytest
 from pydantic import ValidationError
 from rushes_core.captures import CaptureShape, parse_capacities, parse_captures
+from rushes_core.setting_rules import problems
 from rushes_core.settings import Settings
 
 CAPACITIES = (1024, 4096)
@@ -57,12 +58,13 @@ def test_shapes_that_cannot_be(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("text_capacities", "100"), ("capture", "1344x768x124x64"), ("graph_bytes", -1)]
 )
-def test_settings_name_the_field_that_is_wrong(field: str, value: object) -> None:
+def test_settings_name_the_variable_that_is_wrong(field: str, value: object) -> None:
     required = {
         "database_url": "postgresql+psycopg://localhost/rushes",
         "redis_url": "redis://localhost",
         "s3_bucket": "clips",
         "checkpoint": "/checkpoint",
     }
-    with pytest.raises(ValidationError, match=field):
+    with pytest.raises(ValidationError) as refused:
         Settings(**required, **{field: value})  # type: ignore[arg-type]
+    assert problems(refused.value, Settings).startswith(f"RUSHES_{field.upper()}: ")

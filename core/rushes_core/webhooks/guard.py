@@ -18,7 +18,8 @@ import idna
 from rushes_core.errors import InvalidRequest
 from rushes_core.fields import shown
 from rushes_core.redact import without_password
-from rushes_core.settings import Settings, listed
+from rushes_core.setting_rules import listed
+from rushes_core.settings import Settings
 
 MAX_URL = 2_048
 MAX_HOST = 253

@@ -13,7 +13,8 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rushes_core.errors import RushesError
-from rushes_core.settings import Settings, listed
+from rushes_core.setting_rules import listed
+from rushes_core.settings import Settings
 
 SECRET_PREFIX = "whsec_"
 SECRET_BYTES = 32

@@ -48,7 +48,9 @@ class EncoderSettings:
             object.__setattr__(self, "preset", DEFAULT_PRESETS[self.encoder])
         presets = PRESETS[self.encoder]
         if self.preset not in presets:
-            raise ValueError(f"encoder_preset={self.preset!r} is not one of {self.encoder}'s: {', '.join(presets)}")
+            raise ValueError(
+                f"RUSHES_ENCODER_PRESET={self.preset!r} is not one of {self.encoder}'s: {', '.join(presets)}"
+            )
         for field, low, high in (
             ("crf", 1, 51),
             ("keyframe_interval", 1, 240),

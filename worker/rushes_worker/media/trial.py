@@ -32,10 +32,11 @@ def try_encoder(settings: EncoderSettings, scratch: Path, *, device: str = "") -
         _make_clip(replace(settings, refuse_flaws=False), own.path, device)
     except (MediaError, OSError) as error:
         raise ValueError(
-            f"encoder={settings.encoder} with encoder_preset={settings.preset}, encoder_crf={settings.crf}, "
-            f"keyframe_interval={settings.keyframe_interval}, audio_bitrate={settings.audio_bitrate} makes no clip "
-            f"here: {error} (H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: "
-            f"{', '.join(h264_encoders())}; a hardware encoder also needs its device and driver)"
+            f"RUSHES_ENCODER={settings.encoder} with RUSHES_ENCODER_PRESET={settings.preset}, "
+            f"RUSHES_ENCODER_CRF={settings.crf}, RUSHES_KEYFRAME_INTERVAL={settings.keyframe_interval}, "
+            f"RUSHES_AUDIO_BITRATE={settings.audio_bitrate} makes no clip here: {error} "
+            f"(H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: {', '.join(h264_encoders())}; a hardware encoder "
+            "also needs its device and driver)"
         ) from error
     finally:
         own.remove()
