@@ -11,7 +11,14 @@ import torch
 from bench import measure, report, require_passing_tests
 from rushes_kernels import norm
 from rushes_kernels.norm import HeadNorm, Update, norm_rotate_heads_, norm_rows_, rms_norm_rotate
-from rushes_kernels.pictures import stitch_patches, stitch_patches_ref, to_pixels, to_pixels_ref
+from rushes_kernels.pictures import (
+    stitch_patches,
+    stitch_patches_ref,
+    to_pixels,
+    to_pixels_ref,
+    to_yuv420,
+    to_yuv420_ref,
+)
 from rushes_kernels.swiglu import swiglu, swiglu_ref
 from rushes_kernels.tile_kernels import pack_heads, pack_tiles
 from rushes_kernels.video_sparse_attention import tile_map
@@ -32,7 +39,7 @@ def main() -> None:
     report("copy of 2 GiB", "torch", timing, gb_per_s=roof)
     cases = (
         *(transformer_norm, transformer_swiglu, heads_of_attention),
-        *(decoder_norm, decoder_swiglu, decoder_heads, decoder_canvas, decoder_pixels),
+        *(decoder_norm, decoder_swiglu, decoder_heads, decoder_canvas, decoder_pixels, decoder_yuv),
     )
     for case in cases:
         name, kernel, reference, moved = case()
@@ -141,6 +148,18 @@ def decoder_pixels() -> Case:
         lambda: to_pixels(*where),
         lambda: to_pixels_ref(*where),
         frames.nbytes + pixels.nbytes,
+    )
+
+
+def decoder_yuv() -> Case:
+    frames = randn(3, UNIT_FRAMES, HEIGHT, WIDTH, dtype=torch.float32)
+    yuv = torch.empty(UNIT_FRAMES, HEIGHT * 3 // 2, WIDTH, dtype=torch.uint8, device="cuda")
+    where = (frames, (0.229, 0.224, 0.225), (0.485, 0.456, 0.406), yuv)
+    return (
+        "to_yuv420, decoder",
+        lambda: to_yuv420(*where),
+        lambda: to_yuv420_ref(*where),
+        frames.nbytes + yuv.nbytes,
     )
 
 

@@ -17,6 +17,7 @@ OPERATIONS = (
     "attend_heads",
     "stitch_patches",
     "to_pixels",
+    "to_yuv420",
 )
 
 _plain: set[str] = set()

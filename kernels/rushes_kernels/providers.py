@@ -1,7 +1,12 @@
 """Which implementation computes the fine branch of video sparse attention: decided by rule, never by what failed."""
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -71,6 +76,14 @@ def _triton_hurdle(device: torch.device, dtype: torch.dtype, head_dim: int, tile
     if head_dim not in (16, 32, 64, 128) or tile_rows not in (16, 32, 64, 128):
         return f"head dimension and tile rows must be 16, 32, 64 or 128, got {head_dim} and {tile_rows}"
     return None
+
+
+@cache
+def can_build_triton() -> bool:
+    """Whether Triton is here and what its launchers are built with: a C compiler and Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return _missing_triton() is None and compiler is not None and headers.exists()
 
 
 def _missing_triton() -> str | None:

@@ -1,9 +1,17 @@
-"""Patches to canvas and frames to pixels against their references, with poisoned results."""
+"""Patches to canvas and frames to bytes against their references, with poisoned results."""
 
 import pytest
 import torch
 from rushes_kernels import pictures
-from rushes_kernels.pictures import stitch_patches, stitch_patches_ref, to_pixels, to_pixels_ref
+from rushes_kernels.pictures import (
+    stitch_patches,
+    stitch_patches_ref,
+    to_pixels,
+    to_pixels_ref,
+    to_yuv420,
+    to_yuv420_ref,
+)
+from rushes_kernels.providers import can_build_triton
 from torch import Tensor
 
 pytestmark = [
@@ -21,6 +29,8 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pictures, "stitch_patches_ref", refuse)
     monkeypatch.setattr(pictures, "to_pixels_ref", refuse)
+    if can_build_triton():
+        monkeypatch.setattr(pictures, "to_yuv420_ref", refuse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -65,3 +75,18 @@ def test_pixels_equal_the_reference(frames: int, height: int, width: int, skippe
     to_pixels(part, scale, shift, actual)
     to_pixels_ref(part, scale, shift, expected)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "skipped"),
+    [(22, 768, 1344, 3), (17, 480, 832, 3), (1, 2, 2, 0), (3, 6, 10, 1), (2, 1344, 768, 0), (1, 8, 1030, 2)],
+)
+def test_yuv_equals_the_reference(frames: int, height: int, width: int, skipped: int) -> None:
+    whole = 3 * torch.randn(3, skipped + frames + 1, height, width, device="cuda")
+    part = whole[:, skipped : skipped + frames]
+    scale, shift = (0.229, 0.224, 0.225), (0.485, 0.456, 0.406)
+    size = (frames, height * 3 // 2, width)
+    expected = to_yuv420_ref(part, scale, shift, torch.full(size, 99, dtype=torch.uint8, device="cuda"))
+    for poison in (77, 203):
+        out = torch.full(size, poison, dtype=torch.uint8, device="cuda")
+        assert torch.equal(to_yuv420(part, scale, shift, out), expected)

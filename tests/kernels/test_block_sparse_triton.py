@@ -1,9 +1,7 @@
 """The Triton kernel against the reference in fp32, in Triton's interpreter on the CPU."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -12,15 +10,6 @@ from support.tile_lists import Problem, run_on_poisoned_memory
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton was loaded as an interpreter: it cannot become one later."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            yield pool
 
 
 def interpreted(pool: ProcessPoolExecutor, problem: Problem) -> Tensor:
