@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rushes_core.contract import InferenceContract, load_contract
+from rushes_core.errors import CheckpointError
 from rushes_core.prompt import PromptTokenizer
 from rushes_core.settings import Settings
 
@@ -24,11 +25,15 @@ class ServedModel:
         Raises:
             CheckpointError: the directory, its contract or its tokenizer cannot be served.
         """
-        contract = load_contract(settings.checkpoint)
+        try:
+            contract = load_contract(settings.checkpoint)
+            tokenizer = PromptTokenizer(settings.checkpoint / "tokenizer" / "tokenizer.json")
+        except CheckpointError as error:
+            raise CheckpointError(f"RUSHES_CHECKPOINT: {error}") from error
         return cls(
             name=model_name(settings, contract),
             contract=contract,
-            tokenizer=PromptTokenizer(settings.checkpoint / "tokenizer" / "tokenizer.json"),
+            tokenizer=tokenizer,
             max_prompt_tokens=settings.max_prompt_tokens,
         )
 

@@ -143,14 +143,17 @@ class TestRefusals:
     def test_missing_checkpoint_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
         worker = start_worker(checkpoint=tmp_path / "nothing")
         assert worker.wait() == 1
-        assert f"rushes worker: {tmp_path}/nothing: no such directory" in worker.log.read_text()
+        assert f"rushes worker: RUSHES_CHECKPOINT: {tmp_path}/nothing: no such directory" in worker.log.read_text()
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"s3_bucket": "absent"}, "bucket absent does not exist"),
-            ({"s3_output_buckets": "absent-too"}, "bucket absent-too does not exist"),
-            ({"s3_secret_access_key": SecretStr("wrong")}, "the credentials of the object store do not open bucket"),
+            ({"s3_bucket": "absent"}, "RUSHES_S3_BUCKET: bucket absent does not exist"),
+            ({"s3_output_buckets": "absent-too"}, "RUSHES_S3_OUTPUT_BUCKETS: bucket absent-too does not exist"),
+            (
+                {"s3_secret_access_key": SecretStr("wrong")},
+                "RUSHES_S3_BUCKET: the credentials of the object store do not open bucket",
+            ),
         ],
         ids=["usual", "output", "credentials"],
     )

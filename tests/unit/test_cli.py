@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,19 @@ def test_wrong_settings_are_named_with_the_reason(
     assert "hush" not in message
 
 
+@pytest.fixture
+def _served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Settings of servers that do not answer, and a checkpoint without weights."""
+    for name, value in {
+        "DATABASE_URL": "postgresql+psycopg://a:b@127.0.0.1:1/c",
+        "REDIS_URL": "redis://127.0.0.1:1/0",
+        "S3_BUCKET": "bucket",
+        "CHECKPOINT": str(write_contract(tmp_path / "checkpoint")),
+    }.items():
+        monkeypatch.setenv(f"RUSHES_{name}", value)
+
+
+@pytest.mark.usefixtures("_served")
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -116,22 +130,53 @@ def test_wrong_settings_are_named_with_the_reason(
     ],
 )
 def test_nodes_that_no_replica_can_have_are_refused(
-    words: list[str],
-    status: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {
-        "DATABASE_URL": "postgresql+psycopg://a:b@127.0.0.1:1/c",
-        "REDIS_URL": "redis://127.0.0.1:1/0",
-        "S3_BUCKET": "bucket",
-        "CHECKPOINT": str(write_contract(tmp_path / "checkpoint")),
-    }.items():
-        monkeypatch.setenv(f"RUSHES_{name}", value)
     assert main(["worker", "--device", "cpu", *words]) == status
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_served")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("attention=fast", "attention must be one of hopper, triton, torch, got 'fast'"),
+        ("graph_bytes=5", "this pipeline takes the options attention=PROVIDER, .*, got graph_bytes=5"),
+        ("graph-bytes=many", "graph-bytes must be a whole number, got 'many'"),
+        ("weights=random", "weights must be synthetic or synthetic:SEED, got 'random'"),
+        ("text-capacities=63", "text capacities must be multiples of 64, got '63'"),
+    ],
+)
+def test_options_that_the_pipeline_does_not_take_are_refused_before_ranks_start(
+    options: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSHES_PIPELINE_OPTIONS", options)
+    assert main(["worker", "--device", "cpu"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(f"rushes worker: RUSHES_PIPELINE_OPTIONS={options}: {problem}\n$", told), told
+
+
+@pytest.mark.usefixtures("_served")
+def test_synthetic_weights_are_refused_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = "draws weights of the released sizes on a GPU, found none"
+    assert main(["worker", "--device", "cpu", "--weights", "synthetic:3"]) == 1
+    assert f"rushes worker: --weights synthetic:3 {refusal}" in capsys.readouterr().err
+    monkeypatch.setenv("RUSHES_PIPELINE_OPTIONS", "weights=synthetic")
+    get_settings.cache_clear()
+    assert main(["worker", "--device", "cpu"]) == 1
+    assert f"rushes worker: RUSHES_PIPELINE_OPTIONS=weights=synthetic {refusal}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_served")
+@pytest.mark.parametrize("command", ["api", "worker"])
+def test_a_checkpoint_that_is_none_is_named_with_its_variable(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RUSHES_CHECKPOINT", str(tmp_path / "nothing"))
+    assert main([command]) == 1
+    assert f"rushes {command}: RUSHES_CHECKPOINT: {tmp_path}/nothing: no such directory" in capsys.readouterr().err
 
 
 def test_a_variable_that_is_no_setting_is_named_with_the_nearest(

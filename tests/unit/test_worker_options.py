@@ -1,7 +1,8 @@
 import pytest
 from rushes_core.captures import CaptureShape, parse_capacities
 from rushes_core.settings import Settings
-from rushes_worker.pipeline.options import PipelineOptions, revision_of, seed_of
+from rushes_kernels.providers import Provider
+from rushes_worker.pipeline.options import ATTENTION, PipelineOptions, revision_of, seed_of
 
 
 def test_options_are_read_by_name() -> None:
@@ -22,6 +23,10 @@ def test_graphs_are_by_default_what_the_settings_say() -> None:
     defaults = {name: field.default for name, field in Settings.model_fields.items()}
     assert PipelineOptions().text_capacities == parse_capacities(defaults["text_capacities"])
     assert PipelineOptions().graph_bytes == defaults["graph_bytes"]
+
+
+def test_every_provider_of_attention_can_be_asked_for() -> None:
+    assert tuple(Provider) == ATTENTION
 
 
 @pytest.mark.parametrize("option", ["attentoin=triton", "weights=random", "weights=synthetic:", "weights=synthetic:-1"])

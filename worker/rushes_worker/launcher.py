@@ -14,6 +14,7 @@ from types import FrameType
 from rushes_core.contract import load_contract
 from rushes_core.errors import CheckpointError, ObjectMissing, StorageError, StorageRefused
 from rushes_core.log import configure_logging, get_logger
+from rushes_core.setting_rules import listed, variable
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 
@@ -25,7 +26,7 @@ from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.trial import try_encoder
 from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
-from rushes_worker.pipeline.options import SYNTHETIC, seed_of
+from rushes_worker.pipeline.options import SYNTHETIC, PipelineOptions, options_of, seed_of
 from rushes_worker.scratch import check_directory
 
 log = get_logger(__name__)
@@ -113,15 +114,16 @@ class Launcher:
         return 0 if peaceful else 1
 
 
-def _check_buckets(store: ObjectStore) -> None:
+def _check_buckets(settings: Settings) -> None:
     """Raise `ValueError` when a bucket is missing or may not be used. A store that is away comes back by itself."""
-    for one in store.buckets:
+    for one in ObjectStore(settings).buckets:
+        name = variable("s3_bucket" if one.bucket == settings.s3_bucket else "s3_output_buckets")
         try:
             one.check()
         except ObjectMissing as error:
-            raise ValueError(f"bucket {one.bucket} does not exist") from error
+            raise ValueError(f"{name}: bucket {one.bucket} does not exist") from error
         except StorageRefused as error:
-            raise ValueError(f"the credentials of the object store do not open bucket {one.bucket}") from error
+            raise ValueError(f"{name}: the credentials of the object store do not open bucket {one.bucket}") from error
         except StorageError as error:
             log.warning("store_unreachable", bucket=one.bucket, error=str(error))
 
@@ -130,7 +132,10 @@ def _check_node(settings: Settings) -> None:
     """Raise `ValueError` when the other node of a replica could not join."""
     if not settings.node_host:
         raise ValueError(f"RUSHES_NODE_HOST is empty: where the other of {NODES} nodes finds this one")
-    interface_of(settings.node_host)
+    try:
+        interface_of(settings.node_host)
+    except ValueError as error:
+        raise ValueError(f"RUSHES_NODE_HOST: {error}") from error
     secret_of(settings.node_secret.get_secret_value())
 
 
@@ -166,6 +171,20 @@ def _named(node: ast.Name | ast.alias | ast.ClassDef | ast.FunctionDef) -> str:
     return (node.asname or node.name) if isinstance(node, ast.alias) else node.name
 
 
+def check_options(settings: Settings) -> PipelineOptions | None:
+    """What the pipeline is asked for; None for another than this repository's, which has options of its own.
+
+    Raises:
+        ValueError: it takes no such option.
+    """
+    if settings.pipeline != type(settings).model_fields["pipeline"].default:
+        return None
+    try:
+        return PipelineOptions.parse(options_of(settings))
+    except ValueError as error:
+        raise ValueError(f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}: {error}") from error
+
+
 def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
     """Settings whose ranks draw random weights of the released sizes instead of reading the checkpoint's.
 
@@ -181,7 +200,7 @@ def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
         seed=seed,
         meaning="clips are noise: weights are random, and of the checkpoint only contract and tokenizer count",
     )
-    options = [option for option in settings.pipeline_options.split(",") if option]
+    options = listed(settings.pipeline_options)
     return settings.model_copy(update={"pipeline_options": ",".join([*options, f"weights={SYNTHETIC}:{seed}"])})
 
 
@@ -203,18 +222,21 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
             settings = with_synthetic_weights(settings, weights)
         wanted = Layout.parse(layout)
         check_pipeline(settings.pipeline)
+        options = check_options(settings)
         load_contract(settings.checkpoint)
         devices = find_devices(wanted, device, nodes=nodes)
-        if weights is not None and devices.kind != "cuda":
-            raise ValueError(f"--weights {weights} draws weights of the released sizes on a GPU, found none")
+        if devices.kind != "cuda" and (weights or (options is not None and options.synthetic_seed is not None)):
+            asked = f"--weights {weights}" if weights else f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}"
+            raise ValueError(f"{asked} draws weights of the released sizes on a GPU, found none")
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)
         encoder = EncoderSettings.of(settings, replicas=wanted.replicas)
         try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
-        _check_buckets(ObjectStore(settings))
+        _check_buckets(settings)
     except (ValueError, CheckpointError) as error:
-        print(f"rushes worker: {error}", file=sys.stderr, flush=True)
+        name = "RUSHES_CHECKPOINT: " if isinstance(error, CheckpointError) else ""
+        print(f"rushes worker: {name}{error}", file=sys.stderr, flush=True)
         return 1
     launcher = Launcher(settings, wanted, devices, nodes=nodes)
 

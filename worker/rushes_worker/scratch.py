@@ -59,7 +59,7 @@ def check_directory(parent: Path) -> None:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"scratch directory {parent} cannot be written: {error.strerror}") from error
+        raise ValueError(f"RUSHES_SCRATCH={parent} cannot be written: {error.strerror}") from error
 
 
 def _sweep(parent: Path) -> None:

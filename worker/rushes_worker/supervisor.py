@@ -44,7 +44,7 @@ from rushes_worker.media.process import MediaProcess
 from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.node_link import NodeLink, Welcome, secret_of
 from rushes_worker.node_port import NodePort
-from rushes_worker.pipeline.options import CAPTURE, GRAPH_BYTES, TEXT_CAPACITIES, revision_of
+from rushes_worker.pipeline.options import options_of, revision_of
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
@@ -345,12 +345,7 @@ def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
         threads=max(1, cores // assignment.layout.ranks_per_node(assignment.nodes)),
         host=settings.node_host if assignment.nodes > 1 else "",
         pipeline=settings.pipeline,
-        options=(
-            f"{TEXT_CAPACITIES}={settings.text_capacities}",
-            f"{CAPTURE}={settings.capture}",
-            f"{GRAPH_BYTES}={settings.graph_bytes}",
-            *(option for option in settings.pipeline_options.split(",") if option),
-        ),
+        options=options_of(settings),
         checkpoint=settings.checkpoint,
         start_timeout_seconds=settings.start_timeout_seconds,
         stage_timeout_seconds=Deadlines.of(settings).longest,

@@ -35,8 +35,8 @@ def try_encoder(settings: EncoderSettings, scratch: Path, *, device: str = "") -
             f"RUSHES_ENCODER={settings.encoder} with RUSHES_ENCODER_PRESET={settings.preset}, "
             f"RUSHES_ENCODER_CRF={settings.crf}, RUSHES_KEYFRAME_INTERVAL={settings.keyframe_interval}, "
             f"RUSHES_AUDIO_BITRATE={settings.audio_bitrate} makes no clip here: {error} "
-            f"(H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: {', '.join(h264_encoders())}; a hardware encoder "
-            "also needs its device and driver)"
+            f"(H.264 encoders in this FFmpeg, {av.ffmpeg_version_info}: {', '.join(h264_encoders())}; "
+            "a hardware encoder also needs its device and driver)"
         ) from error
     finally:
         own.remove()

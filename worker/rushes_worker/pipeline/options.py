@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rushes_core.captures import CaptureShape, parse_capacities, parse_captures
+from rushes_core.setting_rules import listed
+
+# ranks get the words ready made
+if TYPE_CHECKING:
+    from rushes_core.settings import Settings
 
 TEXT_CAPACITIES, CAPTURE, GRAPH_BYTES = "text-capacities", "capture", "graph-bytes"
 """Options that settings of their own stand for."""
 SYNTHETIC = "synthetic"
+ATTENTION = ("hopper", "triton", "torch")
+"""Providers of sparse attention. Whether one can serve is for the rank to say, which has the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class PipelineOptions:
         for option in options:
             name, _, value = option.partition("=")
             if name == "attention":
+                if value not in ATTENTION:
+                    raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {value!r}")
                 chosen = replace(chosen, attention=value)
             elif name == "weights":
                 chosen = replace(chosen, synthetic_seed=seed_of(value))
@@ -43,6 +52,8 @@ class PipelineOptions:
             elif name == CAPTURE:
                 captures = value
             elif name == GRAPH_BYTES:
+                if not (value.isascii() and value.isdigit()):
+                    raise ValueError(f"{GRAPH_BYTES} must be a whole number, got {value!r}")
                 chosen = replace(chosen, graph_bytes=int(value))
             else:
                 raise ValueError(
@@ -50,6 +61,16 @@ class PipelineOptions:
                     f"{TEXT_CAPACITIES}=ROWS, {CAPTURE}=SHAPES and {GRAPH_BYTES}=BYTES, got {option}"
                 )
         return replace(chosen, captures=parse_captures(captures, chosen.text_capacities))
+
+
+def options_of(settings: "Settings") -> tuple[str, ...]:
+    """The words that ranks of a deployment are given: those of settings of their own, and the operator's."""
+    return (
+        f"{TEXT_CAPACITIES}={settings.text_capacities}",
+        f"{CAPTURE}={settings.capture}",
+        f"{GRAPH_BYTES}={settings.graph_bytes}",
+        *listed(settings.pipeline_options),
+    )
 
 
 def revision_of(options: Sequence[str]) -> str | None:
