@@ -186,7 +186,7 @@ BEGIN
         SELECT 1 + (SELECT count(*) FROM job_events WHERE job_id = NEW.id),
             -- without a phase it was started ahead, and its turn on the GPUs has not come
             CASE WHEN OLD.state = 'running' AND OLD.started_at IS NOT NULL
-                AND NOT (OLD.phase IS NULL AND (NEW.state = 'cancelled' OR NEW.attempt < OLD.attempt))
+                AND (OLD.phase IS NOT NULL OR NEW.state = 'completed')
                 THEN extract(epoch FROM now() - OLD.started_at) * coalesce((
                     SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = OLD.lease_owner
                 ), 1)

@@ -1,14 +1,16 @@
 """What a job costs that was started while another one was on its GPUs, on real Postgres."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from rushes_core import jobs
 from rushes_core.models import ApiKey, Job
 from rushes_core.states import JobState
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, func, text, update
 from sqlalchemy.orm import Session
 from support.campaign_rows import CampaignRows
+from support.job_rows import wait_past_restart
 
 WAITED = 500.0
 RAN = 5.0
@@ -104,5 +106,34 @@ def test_one_that_is_stopped_on_its_gpus_costs_what_it_took(rows: CampaignRows, 
     begin(rows, ahead)
     rows.take(RAN, ahead)
     rows.run(jobs.release(ahead.id, fence=ahead.fence or 0))
+    key, campaigns = billed(rows)
+    assert RAN <= key == campaigns < WAITED
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_one_that_fails_before_its_turn_costs_nothing(rows: CampaignRows, ahead: Job, crashed: bool) -> None:
+    lost = rows.run(jobs.retry_or_fail(ahead.id, fence=ahead.fence or 0, error=jobs.LEASE_LOST, crashed=crashed))
+    assert (lost.state, lost.attempt) == (JobState.QUEUED, 1)
+    assert billed(rows) == (0, 0)
+
+
+def test_one_whose_request_is_refused_before_its_turn_costs_nothing(rows: CampaignRows, ahead: Job) -> None:
+    before = virtual_time(rows)
+    rows.fail(ahead)
+    assert billed(rows) == (0, 0)
+    assert virtual_time(rows) == pytest.approx(before - (ahead.charged or 0))
+
+
+def test_one_whose_supervisor_dies_before_its_turn_costs_nothing(rows: CampaignRows, ahead: Job) -> None:
+    wait_past_restart(rows.engine)
+    late = func.now() - timedelta(seconds=1.5)
+    rows.run(update(Job).where(Job.id == ahead.id).values(lease_until=late).returning(Job))
+    assert rows.run(jobs.reap()).state is JobState.QUEUED
+    assert billed(rows) == (0, 0)
+
+
+def test_one_that_fails_on_its_gpus_costs_what_it_took(rows: CampaignRows, ahead: Job) -> None:
+    begin(rows, ahead)
+    rows.fail(rows.take(RAN, ahead))
     key, campaigns = billed(rows)
     assert RAN <= key == campaigns < WAITED

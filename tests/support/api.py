@@ -149,6 +149,7 @@ class JobDriver:
 
     def fail(self, job_id: str, *, code: str, message: str) -> Job:
         job = self.start(job_id)
+        self.report(job, phase="decoding", completed_steps=0, progress=0)
         with self._transaction() as session:
             error = {"code": code, "message": message, "stage": "decoding"}
             return session.execute(jobs.fail(job_id, fence=self._fence(job), error=error)).scalar_one()

@@ -210,11 +210,10 @@ class Attempt:
         self._phases = _PhaseClock(self._progress.phase)
         if self._failure is None and group.ended:
             self._failure = self._loss_before_its_turn()
-        else:
-            # not of one whose turn never came: nobody is to pay for that
-            self._report()
         if self._failure is not None:
+            # its turn never came: nothing is reported of it, and so nobody pays for it
             return False
+        self._report()
         try:
             self._follow(group, following)
             log.info("job_rendered", idle_before_seconds=self._idle_seconds, started_ahead=self._is_ahead)
