@@ -200,16 +200,19 @@ def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
             assert worker.wait() == 0
 
 
-def test_job_whose_start_fails_is_given_up_and_the_one_on_the_ranks_goes_on(
+def test_job_whose_start_fails_is_given_up_and_the_one_behind_it_has_its_place(
     jobs: Jobs, start_worker: StartWorker
 ) -> None:
     worker = start_worker(lease_seconds=4)
     jobs.wait_ready()
-    decoding, ahead = jobs.add("[unit 0.5]"), jobs.add()
+    decoding, ahead, behind = jobs.add("[unit 0.8]"), jobs.add(), jobs.add()
     with jobs.start_refused(ahead):
         jobs.wait_completed(decoding)
+        jobs.wait_completed(behind)
     (failure,) = worker.events("job_not_started")
     assert (failure["job_id"], failure["level"]) == (ahead, "error")
+    started = {record["job_id"]: record["started_ahead"] for record in worker.events("job_rendered")}
+    assert started == {decoding: False, behind: True}
 
     # nobody renews its lease
     def reaped() -> bool:

@@ -14,6 +14,9 @@ from rushes_worker.ledger import Claim
 
 log = get_logger(__name__)
 
+_MAX_ERRORS = 3
+"""Starts that may go wrong beside one render: a fault of the replica would cost each job that is ready a lease."""
+
 
 class Ahead:
     """Implements `attempt.NextJob`. Used by the main thread; its start, which may wait for the database, has its own.
@@ -28,15 +31,20 @@ class Ahead:
         self._take = take
         self._attempt: Attempt | None = None
         self._thread: threading.Thread | None = None
-        self._is_started = False
+        self._is_started: bool | None = None
+        """None until that is known."""
         self._is_told = False
+        self._num_errors = 0
 
     def look(self, behind: int) -> None:
+        if self._is_started is False and self._num_errors < _MAX_ERRORS:
+            # that one was not to be run any more, or could not be: perhaps there is another
+            self._attempt = self._is_started = None
         if self._attempt is None:
             claim = self._take()
             if claim is not None:
                 self._begin(Attempt(self._workshop, claim, started_ahead=True))
-        elif not self._is_told and self._is_started:
+        elif self._is_started and not self._is_told:
             self._tell(self._attempt, behind)
 
     def hear(self, rank: int, report: Report) -> None:
@@ -65,12 +73,15 @@ class Ahead:
         self._thread.start()
 
     def _start(self, attempt: Attempt) -> None:
+        is_started = False
         try:
-            self._is_started = attempt.start()
+            is_started = attempt.start()
         except Exception:
             # the job on the ranks goes on; this one is queued again when its lease runs out
             log.exception("job_not_started")
+            self._num_errors += 1
             attempt.abandon()
+        self._is_started = is_started
         self._workshop.wake.poke()
 
     def _tell(self, attempt: Attempt, behind: int) -> None:

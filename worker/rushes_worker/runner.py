@@ -138,8 +138,8 @@ class Runner:
         if not self.can_render:
             return None
         # counted before it is taken: as soon as it is, the claimer asks whether there is room for another
-        self._num_on_ranks += 1
+        self._num_on_ranks = 2
         claim = self._take_ahead()
         if claim is None:
-            self._num_on_ranks -= 1
+            self._num_on_ranks = 1
         return claim
