@@ -18,6 +18,8 @@ from rushes_cli.terminal import ProgressLine, say
 
 READY_TIMEOUT_SECONDS = 180.0
 JOB_TIMEOUT_SECONDS = 900.0
+MAX_FAILURES_OF_A_JOB = 5
+"""More than the attempts after which a job that ends its workers is given up and says so itself."""
 _UNFINISHED = ("queued", "in_progress")
 
 
@@ -83,13 +85,15 @@ def _wait(client: httpx.Client, video_id: str, rushes: LocalRushes) -> dict[str,
             line.show(video)
             if video["status"] not in _UNFINISHED:
                 break
-            rushes.stack.check_running()
+            rushes.check_running(max_failures=MAX_FAILURES_OF_A_JOB)
             if time.monotonic() > deadline:
-                raise DemoError(f"{video_id} is still {video['status']} after {JOB_TIMEOUT_SECONDS:g} s")
+                raise DemoError(
+                    f"{video_id} is still {video['status']} after {JOB_TIMEOUT_SECONDS:g} s; {rushes.last_words()}"
+                )
             time.sleep(0.2)
     if video["status"] != "completed":
         error = video["error"] or {}
-        raise DemoError(f"{video_id} {video['status']}: {error.get('message')} (see {rushes.stack.logs}/worker.log)")
+        raise DemoError(f"{video_id} {video['status']}: {error.get('message')}\n{rushes.last_words()}")
     return video
 
 

@@ -12,6 +12,8 @@ from rushes_worker.media.validate import validate_clip
 from support.commands import RUSHES, Up, clean_environment, descendants, processes_of, run
 from support.waiting import wait_until
 
+TESTS = Path(__file__).parents[1]
+PLACES = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 REQUEST = {"prompt": "A paper boat drifts down a rain gutter", "seconds": "4", "size": "480x480"}
 
 
@@ -65,6 +67,60 @@ def test_demo_that_fails_says_why_and_stops_everything(state: Path) -> None:
     assert done.returncode == 1
     assert re.search(r"rushes demo: POST /v1/videos answered 400: prompt ", done.stderr), done.stderr
     assert processes_of(state) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "pipeline", "message"),
+    [
+        (
+            "demo",
+            "DyingPipeline",
+            r"worker renders nothing: its ranks ended [2-9] times one after another; last lines of ",
+        ),
+        (
+            "up",
+            "DyingPipeline",
+            r"worker renders nothing: its ranks ended [2-9] times one after another; last lines of ",
+        ),
+        ("demo", "DyingAtWork", r"video_\w+ failed: .*crashed.*\nlast lines of "),
+    ],
+)
+def test_worker_that_ends_again_and_again_ends_the_run_with_its_last_words(
+    state: Path, command: str, pipeline: str, message: str
+) -> None:
+    clip = ["--seconds", "4", "--size", "480x480"] if command == "demo" else []
+    env = {
+        "RUSHES_PIPELINE": f"support.dying_pipeline:{pipeline}",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *PLACES]),
+    }
+    ended = run(command, "--state", state, "--device", "cpu", *clip, cwd=state.parent, env=env)
+    assert ended.returncode == 1, ended.stdout
+    assert re.search(rf"rushes {command}: {message}\S+/worker\.log:\n", ended.stderr), ended.stderr
+    assert "  | last words of a rank" in ended.stderr
+    assert processes_of(state) == []
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "RUSHES_ENCODER_CRF",
+            "99",
+            "settings: RUSHES_ENCODER_CRF: Input should be less than or equal to 51",
+        ),
+        ("RUSHES_ENCODER_PRESET", "placebo", "RUSHES_ENCODER_PRESET='placebo' is not one of libx264's: "),
+        ("RUSHES_PIPELINE", "nowhere:Pipeline", "RUSHES_PIPELINE=nowhere:Pipeline cannot be imported"),
+        ("RUSHES_PIPELINE_OPTIONS", "attention=x", "RUSHES_PIPELINE_OPTIONS=attention=x: attention must be one of "),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_started(
+    tmp_path: Path, command: str, name: str, value: str, message: str
+) -> None:
+    done = run(command, "--state", tmp_path / "state", cwd=tmp_path, env={name: value})
+    assert done.returncode == 2
+    assert f"rushes {command}: {message}" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,10 +22,11 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RUSHES_")}
 
 
-def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of `rushes` to its end."""
     command = [*RUSHES, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=clean_environment(), capture_output=True, text=True, timeout=280)
+    environment = clean_environment() | dict(env or {})
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def processes_of(state_dir: Path) -> list[ProcessIdentity]:

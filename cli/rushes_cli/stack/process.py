@@ -72,9 +72,13 @@ class Child:
 
     def failure(self, what: str) -> StackError:
         """An error that says `what` happened and ends with the log's last lines."""
+        return StackError(f"{self.name} {what}; {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last lines of its log, under where that is."""
         lines = [line for line in self.output().splitlines() if line.strip()][-15:]
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
-        return StackError(f"{self.name} {what}; last lines of {self.log}:\n{tail}")
+        return f"last lines of {self.log}:\n{tail}"
 
     def ask_to_stop(self) -> None:
         """Send the stop signal, once."""
