@@ -71,7 +71,7 @@ class Pair:
             Worker(chosen, self._folder / "first.log", layout="r1s2", nodes=2, env=ONE_THREAD)
         )
 
-    def start_second(self, **changes: Any) -> JoiningNode:
+    def start_second(self, *, join: str = "", **changes: Any) -> JoiningNode:
         # it needs neither database nor Redis nor store
         elsewhere = {
             "database_url": "postgresql+psycopg://nobody:nothing@127.0.0.1:1/nowhere",
@@ -82,7 +82,7 @@ class Pair:
         }
         chosen = self._settings.model_copy(update=elsewhere | changes)
         return self._running.enter_context(
-            JoiningNode(chosen, self._folder / "second.log", f"127.0.0.1:{self.door.port}", env=ONE_THREAD)
+            JoiningNode(chosen, self._folder / "second.log", join or f"127.0.0.1:{self.door.port}", env=ONE_THREAD)
         )
 
 
@@ -258,14 +258,34 @@ class TestRefusals:
         [
             ({"node_host": ""}, "RUSHES_NODE_HOST is empty"),
             ({"node_secret": SecretStr("short")}, "RUSHES_NODE_SECRET must have at least 16 characters, got 5"),
-            ({"node_host": "192.0.2.1"}, "cannot be listened on for the other node"),
+            (
+                {"node_host": "192.0.2.1", "node_port": 29_400},
+                "RUSHES_NODE_HOST=192.0.2.1 with RUSHES_NODE_PORT=29400 cannot be listened on for the other node: "
+                "Cannot assign requested address\n",
+            ),
         ],
         ids=["host", "secret", "address"],
     )
-    def test_first_node_that_none_could_join(self, pair: Pair, changes: dict[str, Any], message: str) -> None:
+    def test_first_node_that_none_could_join(
+        self, settings: Settings, pair: Pair, changes: dict[str, Any], message: str
+    ) -> None:
         first = pair.start_first(**changes)
         assert first.wait() == 1
         assert message in first.log.read_text()
+        assert not list(settings.scratch.glob("*"))
+
+    def test_second_node_that_is_to_join_a_machine_of_no_name(self, settings: Settings, tmp_path: Path) -> None:
+        with JoiningNode(settings, tmp_path / "second.log", "no..name") as second:
+            assert second.wait() == 1
+        assert "rushes worker: --join no..name cannot be resolved: " in second.log.read_text()
+
+    def test_second_node_that_is_to_join_what_says_nothing(self, pair: Pair) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            second = pair.start_second(join=f"127.0.0.1:{silent.getsockname()[1]}")
+            told = eventually(lambda: second.events("node_not_joined"))
+            assert told[0]["reason"] == "the other node said nothing for 3 s"
+            second.terminate()
+            assert second.wait() == 0
 
     def test_second_node_without_the_secret(self, pair: Pair) -> None:
         second = pair.start_second(node_secret=SecretStr(""))

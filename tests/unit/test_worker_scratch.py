@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,12 @@ def test_scratch_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"RUSHES_SCRATCH=.*/file cannot be written"):
         check_directory(tmp_path / "file")
+
+
+def test_scratch_that_is_full_is_refused_with_what_it_has_and_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
+    with pytest.raises(ValueError, match=r"RUSHES_SCRATCH=.* has 4096 bytes free, needed are at least 33554432"):
+        check_directory(tmp_path)

@@ -15,7 +15,7 @@ def interface_of(host: str) -> str | None:
     """
     try:
         address = socket.gethostbyname(host)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(f"{host} cannot be resolved: {error}") from error
     if address.startswith("127."):
         return "lo"

@@ -288,11 +288,22 @@ def parse_address(text: str, default_port: int) -> tuple[str, int]:
     return host, int(port)
 
 
+def _check_host(host: str) -> None:
+    """Raise `ValueError` when there is no machine of this name. Whether it answers yet is another matter."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            return
+        raise ValueError(f"--join {host} cannot be resolved: {error}") from error
+
+
 def run(settings: Settings, *, join: str, device: str = "auto") -> int:
     """Be the second node of a replica until SIGTERM or SIGINT; returns the exit status. Call from the main thread."""
     configure_logging(settings.log_level, json=settings.log_json)
     try:
         address = parse_address(join, settings.node_port)
+        _check_host(address[0])
         check_directory(settings.scratch)
         scratch = Scratch(settings.scratch)
         try:

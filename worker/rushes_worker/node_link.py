@@ -219,8 +219,10 @@ def prove(connected: socket.socket, secret: bytes, *, first: bool) -> Connection
     except (AuthenticationError, EOFError, AssertionError, ValueError) as error:
         connection.close()
         raise NotTrusted("the other node does not know RUSHES_NODE_SECRET, or is none") from error
-    except OSError:
+    except OSError as error:
         connection.close()
+        if isinstance(error, BlockingIOError):
+            raise _silence(SILENCE_SECONDS) from error
         raise
     return connection
 
@@ -238,7 +240,11 @@ def hear(connection: Connection, seconds: float) -> Any:
                 return connection.recv()
     except EOFError as error:
         raise ConnectionResetError("the other node hung up") from error
-    raise TimeoutError(f"the other node said nothing for {seconds:g} s")
+    raise _silence(seconds)
+
+
+def _silence(seconds: float) -> TimeoutError:
+    return TimeoutError(f"the other node said nothing for {seconds:g} s")
 
 
 def secret_of(text: str) -> bytes:

@@ -1,5 +1,6 @@
 """Where the first node of a replica waits for the second one, and takes it back when it returns."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -43,7 +44,10 @@ class NodePort:
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise ValueError(f"{host}:{port} cannot be listened on for the other node: {error.strerror}") from error
+            # of `create_server`, which names the address again
+            reason = os.strerror(error.errno) if error.errno else error
+            where = f"RUSHES_NODE_HOST={host} with RUSHES_NODE_PORT={port}"
+            raise ValueError(f"{where} cannot be listened on for the other node: {reason}") from error
         self._thread = threading.Thread(target=self._run, name="node-port", daemon=True)
 
     def start(self) -> None:

@@ -11,6 +11,8 @@ from rushes_core.log import get_logger
 log = get_logger(__name__)
 
 _PREFIX = "rushes-replica-"
+_MIN_FREE_BYTES = 32 * 1024 * 1024
+"""What a worker starts with; what a job needs is a setting."""
 
 
 class Scratch:
@@ -53,13 +55,16 @@ class Scratch:
 
 
 def check_directory(parent: Path) -> None:
-    """Raise `ValueError` unless a replica could make its directory below `parent`."""
+    """Raise `ValueError` unless a replica could make its directory below `parent`, with room for a short clip."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):
             pass
+        free = shutil.disk_usage(parent).free
     except OSError as error:
         raise ValueError(f"RUSHES_SCRATCH={parent} cannot be written: {error.strerror}") from error
+    if free < _MIN_FREE_BYTES:
+        raise ValueError(f"RUSHES_SCRATCH={parent} has {free} bytes free, needed are at least {_MIN_FREE_BYTES}")
 
 
 def _sweep(parent: Path) -> None:

@@ -71,6 +71,7 @@ class Supervisor:
         self._stopping = Stopping(settings.shutdown_grace_seconds)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         self._scratch = Scratch(settings.scratch, free_bytes=settings.scratch_free_bytes)
         self._plan = _plan(settings, assignment)
         self._epoch = 0
@@ -80,7 +81,6 @@ class Supervisor:
             served = replace(contract, checkpoint_content_sha256=None, base_model_revision=instead)
         revision = served.checkpoint_content_sha256 or served.base_model_revision
         self._checkpoint = {"model_id": contract.model_id, "revision": revision}
-        self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         model = model_name(settings, contract)
         self._heartbeat = Heartbeat(
             settings,
