@@ -20,6 +20,7 @@ from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
+from rushes_worker.pixels import PixelFormat
 from rushes_worker.transport import GroupTransport, LocalCopies
 from torch import Tensor
 from torch.profiler import DeviceType, ProfilerActivity, profile
@@ -128,7 +129,7 @@ class _Digests(Marks):
         super().__init__(device)
         self.digests: dict[str, int] = {}
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         self.digests[f"unit {unit}"] = zlib.crc32(np.ascontiguousarray(frames).data)
 
     def audio(self, samples: np.ndarray) -> None:

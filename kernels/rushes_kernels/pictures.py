@@ -143,8 +143,8 @@ def _halved(x_fHW: Tensor) -> Tensor:
 
     The weights are those of swscale's `bilinear`, which converts where no GPU does, so that a clip has the same colours
     either way: two columns evenly, and a triangle over four rows, of which those past the edge repeat it. Samples then
-    lie in the middle of their pixels in both directions; a player that reads a stream without a tag takes them for half a
-    pixel further left, in either clip.
+    lie in the middle of their pixels in both directions; players of a stream without a tag take them for half a pixel
+    further left, in either clip.
     """
     f, H, W = x_fHW.shape
     pairs = x_fHW.view(f, H, W // 2, 2).sum(-1)

@@ -349,5 +349,5 @@ class TestRefusals:
         ],
     )
     def test_settings_name_the_field_and_the_value(self, field: str, value: object) -> None:
-        with pytest.raises(ValueError, match=f"(?s){field}.*{value}"):
+        with pytest.raises(ValueError, match=f"(?is){field}.*{value}"):
             EncoderSettings(**{field: value})  # pyright: ignore[reportArgumentType]

@@ -152,7 +152,7 @@ class TestFailure:
         path.write_bytes(bytes(17 * 64 * 64 * 3 - 1))
         media.start_clip(spec)
         media.add_unit(0, path, 17)
-        with pytest.raises(MediaError, match=r"frames_000\.rgb: 17 frames are 208896 bytes, got 208895"):
+        with pytest.raises(MediaError, match=r"frames_000\.rgb: 17 frames of rgb24 are 208896 bytes, got 208895"):
             media.finish(timeout=30)
 
     def test_unit_file_that_is_not_there(self, media: MediaProcess, spec: ClipSpec) -> None:
@@ -194,7 +194,7 @@ class TestFailure:
         media.start_clip(spec)
         media.add_unit(0, first, 16)
         assert media.wait(timeout=30)
-        with pytest.raises(MediaError, match="16 frames are"):
+        with pytest.raises(MediaError, match="16 frames of rgb24 are"):
             media.add_unit(1, second, 17)
         with pytest.raises(MediaError, match="no clip is in progress"):
             media.add_unit(2, third, 22)

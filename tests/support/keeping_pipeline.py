@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.pixels import PixelFormat
 
 KEEPING = "support.keeping_pipeline:KeepingPipeline"
 FOLDER = "KEEPING_FOLDER"
@@ -33,9 +34,9 @@ class _KeepingReporter:
         self.progress = reporter.progress
         self.checkpoint = reporter.checkpoint
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         np.save(self._folder / f"unit-{unit:03}.npy", frames)
-        self._reporter.frames(unit, frames)
+        self._reporter.frames(unit, frames, pixels)
 
     def audio(self, samples: np.ndarray) -> None:
         np.save(self._folder / "audio.npy", samples)

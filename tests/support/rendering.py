@@ -8,6 +8,7 @@ import numpy as np
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Cancelled, Pipeline, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.pixels import PixelFormat
 from rushes_worker.transport import GroupTransport
 from support.transport import Recording
 from torch import Tensor
@@ -22,6 +23,7 @@ class RecordingReporter:
     boundaries: int = 0
     units: dict[int, np.ndarray] = field(default_factory=dict)
     samples: np.ndarray | None = None
+    pixels: PixelFormat | None = None
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
         self.phases.append((phase, completed_steps))
@@ -31,9 +33,10 @@ class RecordingReporter:
             raise Cancelled
         self.boundaries += 1
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         assert unit not in self.units
         self.units[unit] = frames.copy()
+        self.pixels = pixels
 
     def audio(self, samples: np.ndarray) -> None:
         assert self.samples is None
@@ -41,7 +44,7 @@ class RecordingReporter:
 
     @property
     def clip(self) -> np.ndarray:
-        """All frames in order, uint8 [F, H, W, 3]."""
+        """All frames in order, uint8 [F, H, W, 3] or, of 4:2:0, [F, 3 H / 2, W]."""
         return np.concatenate([self.units[unit] for unit in sorted(self.units)])
 
 

@@ -71,7 +71,7 @@ def test_sound_that_is_not_finite_is_refused(reporter: RankReporter, bad: float)
 
 
 def test_full_disk_is_an_error_of_the_attempt(reporter: RankReporter, tmp_path: Path) -> None:
-    tmp_path.joinpath("unit-000.rgb").symlink_to("/dev/full")
+    tmp_path.joinpath("unit-000.raw").symlink_to("/dev/full")
     with pytest.raises(GenerationError, match="unit 0 could not be written"):
         reporter.frames(0, np.zeros((9, 48, 64, 3), np.uint8))
 

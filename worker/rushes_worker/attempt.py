@@ -400,7 +400,7 @@ class Attempt:
                 if report.phase is not None:
                     self._enter(Phase(report.phase), report.completed_steps)
             elif isinstance(report, UnitReady):
-                self._media.add_unit(report.unit, report.path, report.num_frames)
+                self._media.add_unit(report.unit, report.path, report.num_frames, report.pixels)
                 self._progress.finish_unit()
                 self._report()
             elif isinstance(report, AudioReady):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.pixels import PixelFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +112,13 @@ class Advanced:
 
 @dataclass(frozen=True, slots=True)
 class UnitReady:
-    """Raw frames of one temporal unit: uint8 [num_frames, H, W, 3]."""
+    """Raw frames of one temporal unit, one after another."""
 
     serial: int
     unit: int
     path: Path
     num_frames: int
+    pixels: PixelFormat = PixelFormat.RGB24
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from rushes_core.errors import GenerationError, InvalidOutput, NotFinite
 from rushes_worker.commands import Advanced, AudioReady, Render, UnitReady
 from rushes_worker.idle import IdleClock
 from rushes_worker.pipeline.base import Cancelled
+from rushes_worker.pixels import PixelFormat
 from rushes_worker.rank_line import RankLine
 
 Agreement = Callable[[int], int]
@@ -74,21 +75,21 @@ class RankReporter:
         if before is not None:
             before()
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         request = self._command.request
-        shape = (request.height, request.width, 3)
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[1:] != shape:
+        shape = pixels.shape(request.height, request.width)
+        if frames.dtype != np.uint8 or frames.ndim != 1 + len(shape) or frames.shape[1:] != shape:
             raise InvalidOutput(
-                f"unit {unit}: frames are {frames.dtype} {frames.shape}, expected uint8 (f, {request.height}, "
-                f"{request.width}, 3)",
+                f"unit {unit}: frames are {frames.dtype} {frames.shape}, expected uint8 "
+                f"(f, {', '.join(map(str, shape))}) of {pixels}",
                 stage="decoding",
             )
-        path = self._command.directory / f"unit-{unit:03}.rgb"
+        path = self._command.directory / f"unit-{unit:03}.raw"
         try:
             np.ascontiguousarray(frames).tofile(path)
         except OSError as error:
             raise GenerationError(f"unit {unit} could not be written: {error.strerror}", stage="decoding") from error
-        self._line.send(UnitReady(self._command.serial, unit, path, len(frames)))
+        self._line.send(UnitReady(self._command.serial, unit, path, len(frames), pixels))
 
     def audio(self, samples: np.ndarray) -> None:
         if samples.dtype != np.float32 or samples.ndim != 2 or samples.shape[0] != 2:

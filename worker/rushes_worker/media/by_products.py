@@ -1,7 +1,8 @@
 """Small files made beside a clip from what is in memory anyway: a poster frame, a sheet of frames to scrub through, and
 the sound alone.
 
-Shapes: f frames of one call, F frames of the clip, H height, W width.
+Shapes: f frames of one call, F frames of the clip, H height, W width. A frame is uint8, [H, W, 3] of RGB or
+[3 H / 2, W] of BT.709 limited-range 4:2:0.
 
 Each may fail by itself: then it is missing, and the clip is none the worse. The same frames give the same bytes, in
 whatever calls they come.
@@ -26,6 +27,7 @@ from rushes_core.variants import AUDIO, SPRITESHEET, THUMBNAIL, VARIANTS, Varian
 
 from rushes_worker.media.errors import MediaError
 from rushes_worker.media.fast_start import moov_first
+from rushes_worker.media.segment import yuv420_frame
 from rushes_worker.media.validate import UNPROBED
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class ByProducts:
         self._next_frame = 0
 
     def add_frames(self, frames: np.ndarray) -> None:
-        """Take from the next frames of the clip, uint8 [f, H, W, 3] RGB, what pictures need of them."""
+        """Take from the next frames of the clip what pictures need of them."""
         for variant, picture in ((THUMBNAIL, self._poster), (SPRITESHEET, self._sheet)):
             if self._is_wanted(variant):
                 self._attempt(variant, lambda picture=picture: picture.add(frames, self._next_frame))
@@ -222,7 +224,7 @@ class _Poster:
         for index, frame in enumerate(frames, start):
             if index < self._first or self._brightness >= NEAR_BLACK:
                 continue
-            brightness = float(frame[::_SAMPLE_STEP, ::_SAMPLE_STEP].mean())
+            brightness = _brightness(frame)
             if brightness > self._brightness:
                 self._brightness, self._index = brightness, index
                 # a frame that is small enough already would keep the file of its unit
@@ -261,13 +263,30 @@ def _fitting(width: int, height: int, edge: int) -> tuple[int, int]:
     return max(2, 2 * round(width * scale / 2)), max(2, 2 * round(height * scale / 2))
 
 
+def _brightness(frame: np.ndarray) -> float:
+    """Mean of R, G and B, of 255."""
+    if frame.ndim == 3:
+        return float(frame[::_SAMPLE_STEP, ::_SAMPLE_STEP].mean())
+    height = len(frame) * 2 // 3
+    step = _SAMPLE_STEP // 2
+    luma = (float(frame[:height:_SAMPLE_STEP, ::_SAMPLE_STEP].mean()) - 16) / 219
+    chroma = frame[height:].reshape(2, height // 2, -1)[:, ::step, ::step].mean((1, 2))
+    blue, red = luma + (chroma - 128) / 224 * (1.8556, 1.5748)
+    green = (luma - 0.2126 * red - 0.0722 * blue) / 0.7152
+    return float(red + green + blue) / 3 * 255
+
+
 def _scaled(frame: np.ndarray, width: int, height: int) -> np.ndarray:
+    """[height, width, 3] uint8 of RGB."""
+    is_rgb = frame.ndim == 3
     scaled = VideoReformatter().reformat(
-        av.VideoFrame.from_numpy_buffer(frame, format="rgb24"),
+        av.VideoFrame.from_numpy_buffer(frame, format="rgb24") if is_rgb else yuv420_frame(frame),
         width=width,
         height=height,
         format="rgb24",
-        interpolation=Interpolation.AREA,
+        dst_color_range=ColorRange.JPEG,
+        # what is scaled and converted at once comes out two levels darker by the short way
+        interpolation=Interpolation.AREA if is_rgb else Interpolation.AREA | Interpolation.FULL_CHR_H_INT,
         threads=1,
     )
     return scaled.to_ndarray()

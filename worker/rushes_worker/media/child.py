@@ -70,7 +70,7 @@ class ClipInProgress:
         self._waiting[unit.index] = unit
         while (ready := self._waiting.get(self._next_unit)) is not None:
             frames = self._frames(ready)
-            self._encoder.add_frames(frames)
+            self._encoder.add_frames(frames, ready.pixels)
             self._beside.submit(self._by_products.add_frames, frames)
             del self._waiting[ready.index]
             # its frames stay until nobody needs them any more
@@ -101,10 +101,11 @@ class ClipInProgress:
             unit.path.unlink(missing_ok=True)
 
     def _frames(self, unit: AddUnit) -> np.ndarray:
-        shape = (unit.num_frames, self.spec.height, self.spec.width, 3)
+        shape = (unit.num_frames, *unit.pixels.shape(self.spec.height, self.spec.width))
         expected, size = int(np.prod(shape)), unit.path.stat().st_size
         if size != expected:
-            raise ValueError(f"{unit.path.name}: {unit.num_frames} frames are {expected} bytes, got {size}")
+            what = f"{unit.num_frames} frames of {unit.pixels}"
+            raise ValueError(f"{unit.path.name}: {what} are {expected} bytes, got {size}")
         return np.memmap(unit.path, np.uint8, "r", shape=shape)
 
 

@@ -1,4 +1,4 @@
-"""From uint8 frames and float samples to one MP4: H.264 High in BT.709, AAC-LC, `moov` first.
+"""From frames and float samples to one MP4: H.264 High in BT.709, AAC-LC, `moov` first.
 
 Shapes: f frames of one call, F frames of the clip, H height, W width, N samples per channel.
 
@@ -33,6 +33,7 @@ from rushes_worker.media.segments import Segments
 from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.times import Spans
 from rushes_worker.media.validate import ClipFacts, validate_clip
+from rushes_worker.pixels import PixelFormat
 
 MIN_EDGE, MAX_EDGE = 16, 4096
 
@@ -96,7 +97,7 @@ class ClipEncoder:
         """What the finished file is; None until `finish` returned."""
         self.spans = Spans()
         """When frames and sound were encoded, the file written and checked."""
-        self._shape = (height, width, 3)
+        self._height, self._width = height, width
         self._num_frames = num_frames
         self._frames_in = 0
         self._settings = settings = settings or EncoderSettings()
@@ -125,18 +126,20 @@ class ClipEncoder:
     ) -> None:
         self.abort()
 
-    def add_frames(self, frames: np.ndarray) -> None:
+    def add_frames(self, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         """Have the next frames of the clip encoded. They must not change before `finish`.
 
         Args:
-            frames: [f, H, W, 3] RGB, C-contiguous; uint8, or float32 in [0, 1], which is clipped and rounded.
+            frames: C-contiguous uint8, [f, H, W, 3] of RGB or [f, 3 H / 2, W] of 4:2:0; RGB may be float32 in [0, 1],
+                which is clipped and rounded.
+            pixels: which of these they are.
 
         Raises:
             ValueError: shape, dtype or layout is wrong, a value is not finite, or the clip would get too many frames.
             MediaError: frames that came before could not be encoded.
         """
         self._check_open()
-        self._check_frames(frames)
+        self._check_frames(frames, pixels)
         self.check()
         self._segments.add(frames)
         self._frames_in += len(frames)
@@ -188,7 +191,6 @@ class ClipEncoder:
         if self._sound is None:
             raise ValueError("the clip has no audio")
         partial = partial_path(self.path)
-        height, width, _ = self._shape
         try:
             segments, sound = self._segments.finish(), self._sound.result()
             with self.spans.note("file"):
@@ -196,8 +198,8 @@ class ClipEncoder:
             with self.spans.note("check"):
                 self.facts = validate_clip(
                     partial,
-                    width=width,
-                    height=height,
+                    width=self._width,
+                    height=self._height,
                     num_frames=self._num_frames,
                     refuse_flaws=self._settings.refuse_flaws,
                     decoded=decoded,
@@ -228,12 +230,11 @@ class ClipEncoder:
         container = av.open(self._file, "w", format="mp4", options=_MUXER)
         if comment:
             container.metadata["comment"] = comment
-        height, width, _ = self._shape
         # this encoder makes the parameter sets of the file, and no packet
         self._video = container.add_stream(self._settings.encoder, rate=FPS)
         # a stream of a name that is not a literal could be of any kind
         assert isinstance(self._video.codec_context, av.VideoCodecContext)
-        set_up(self._video.codec_context, self._settings, width=width, height=height)
+        set_up(self._video.codec_context, self._settings, width=self._width, height=self._height)
         self._video.codec_context.thread_count = 1
         self._video.time_base = TICK
         self._audio = container.add_stream("aac", rate=AUDIO_SAMPLE_RATE)
@@ -286,11 +287,12 @@ class ClipEncoder:
         if not self._open:
             raise ValueError(f"{self.path.name} is finished or aborted already")
 
-    def _check_frames(self, frames: np.ndarray) -> None:
-        if frames.dtype not in (np.uint8, np.float32):
-            raise ValueError(f"frames must be uint8 or float32, got {frames.dtype}")
-        if frames.ndim != 4 or frames.shape[1:] != self._shape:
-            raise ValueError(f"frames must have the shape [f, {_dims(self._shape)}], got [{_dims(frames.shape)}]")
+    def _check_frames(self, frames: np.ndarray, pixels: PixelFormat) -> None:
+        is_rgb, shape = pixels is PixelFormat.RGB24, pixels.shape(self._height, self._width)
+        if frames.dtype != np.uint8 and not (is_rgb and frames.dtype == np.float32):
+            raise ValueError(f"{pixels} frames must be uint8{' or float32' if is_rgb else ''}, got {frames.dtype}")
+        if frames.ndim != 1 + len(shape) or frames.shape[1:] != shape:
+            raise ValueError(f"{pixels} frames must have the shape [f, {_dims(shape)}], got [{_dims(frames.shape)}]")
         if not frames.flags.c_contiguous:
             raise ValueError(f"frames must be C-contiguous, got strides {frames.strides}")
         if frames.dtype == np.float32 and not np.isfinite(frames).all():

@@ -10,6 +10,7 @@ from rushes_worker.media.by_products import ByProduct, Missing
 from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.times import Span
 from rushes_worker.media.validate import ClipFacts
+from rushes_worker.pixels import PixelFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ class StartClip:
 
 @dataclass(frozen=True, slots=True)
 class AddUnit:
-    """Raw frames of temporal unit `index`: uint8 [num_frames, H, W, 3] without a header."""
+    """Raw frames of temporal unit `index`, one after another without a header."""
 
     clip: int
     index: int
     path: Path
     num_frames: int
+    pixels: PixelFormat
 
 
 @dataclass(frozen=True, slots=True)

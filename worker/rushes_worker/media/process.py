@@ -35,6 +35,7 @@ from rushes_worker.media.messages import (
     StartClip,
 )
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.pixels import PixelFormat
 
 __all__ = ["ClipSpec", "MadeClip", "MediaProcess"]
 
@@ -102,16 +103,17 @@ class MediaProcess:
         self._spec, self._inputs = spec, []
         self._send(StartClip(self._number, spec, self._settings))
 
-    def add_unit(self, index: int, path: Path, num_frames: int) -> None:
+    def add_unit(self, index: int, path: Path, num_frames: int, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         """Hand over the frames of unit `index`, in any order; the process deletes the file once it has used it.
 
         Args:
-            path: raw uint8 [num_frames, H, W, 3] RGB without a header.
+            path: raw uint8 frames, one after another without a header.
+            pixels: what their bytes are.
 
         Raises:
             MediaError: the clip has failed, now or at an earlier unit.
         """
-        self._hand_over(AddUnit(self._number, index, path, num_frames))
+        self._hand_over(AddUnit(self._number, index, path, num_frames, pixels))
 
     def set_audio(self, path: Path) -> None:
         """Hand over the soundtrack, a `.npy` of float32 [2, N]; the process deletes the file once it has used it.

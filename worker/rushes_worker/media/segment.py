@@ -97,7 +97,8 @@ class SegmentEncoder:
         self._picture: PictureBehind | None = None
 
     def add(self, frame: np.ndarray) -> None:
-        """Encode the next frame, [H, W, 3] RGB: uint8, or float32 in [0, 1], which is clipped and rounded.
+        """Encode the next frame: [H, W, 3] of RGB, uint8 or float32 in [0, 1], which is clipped and rounded; or
+        [3 H / 2, W] uint8 of 4:2:0, which is encoded as it lies there.
 
         Raises:
             MediaError: the encoder failed.
@@ -139,11 +140,20 @@ class SegmentEncoder:
             self._picture.add(packet)
 
     def _yuv(self, frame: np.ndarray) -> av.VideoFrame:
-        """`frame` [H, W, 3] as BT.709 limited-range 4:2:0 with its place in time."""
-        if frame.dtype != np.uint8:
-            frame = np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
-        yuv = self._reformatter.reformat(
-            av.VideoFrame.from_numpy_buffer(frame, format="rgb24"),
+        """`frame` as BT.709 limited-range 4:2:0 with its place in time."""
+        yuv = yuv420_frame(frame) if frame.ndim == 2 else self._converted(frame)
+        yuv.color_primaries = ColorPrimaries.BT709
+        yuv.color_trc = ColorTrc.BT709
+        yuv.pts = self._next
+        yuv.time_base = TICK
+        return yuv
+
+    def _converted(self, rgb: np.ndarray) -> av.VideoFrame:
+        if rgb.dtype != np.uint8:
+            rgb = np.rint(np.clip(rgb, 0.0, 1.0) * 255.0).astype(np.uint8)
+        # a sample of U and V comes to lie in the middle of its pixels, as `to_yuv420` of the kernels has it
+        return self._reformatter.reformat(
+            av.VideoFrame.from_numpy_buffer(rgb, format="rgb24"),
             format="yuv420p",
             src_color_range=ColorRange.JPEG,
             dst_colorspace=Colorspace.ITU709,
@@ -151,8 +161,12 @@ class SegmentEncoder:
             interpolation=Interpolation.BILINEAR,
             threads=self._settings.threads,
         )
-        yuv.color_primaries = ColorPrimaries.BT709
-        yuv.color_trc = ColorTrc.BT709
-        yuv.pts = self._next
-        yuv.time_base = TICK
-        return yuv
+
+
+def yuv420_frame(frame: np.ndarray) -> av.VideoFrame:
+    """[3 H / 2, W] uint8 of BT.709 limited-range 4:2:0, where it lies."""
+    # PyAV finds the height of what it does not copy only where that is a multiple of 4
+    wrap = av.VideoFrame.from_ndarray if frame.shape[0] % 6 else av.VideoFrame.from_numpy_buffer
+    yuv = wrap(frame, format="yuv420p")
+    yuv.colorspace, yuv.color_range = Colorspace.ITU709, ColorRange.MPEG
+    return yuv

@@ -47,7 +47,7 @@ class Segments:
         """What the first segment that failed failed of."""
 
     def add(self, frames: np.ndarray) -> None:
-        """The next frames of the clip, [f, H, W, 3]; they must not change before they are encoded."""
+        """The next frames of the clip, [f, ...]; they must not change before they are encoded."""
         start, stop = self._next, self._next + len(frames)
         self._next = stop
         for lane in self._lanes:

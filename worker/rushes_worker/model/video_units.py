@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from rushes_kernels.pictures import to_pixels
+from rushes_kernels import pictures
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import VideoVaeConfig
@@ -141,4 +141,20 @@ def to_uint8(frames: Tensor, pixels: Tensor | None = None) -> Tensor:
     _, f, height, width = frames.shape
     if pixels is None:
         pixels = torch.empty(f, height, width, 3, dtype=torch.uint8, device=frames.device)
-    return to_pixels(frames, IMAGENET_STD, IMAGENET_MEAN, pixels)
+    return pictures.to_pixels(frames, IMAGENET_STD, IMAGENET_MEAN, pixels)
+
+
+def to_yuv420(frames: Tensor, yuv: Tensor | None = None) -> Tensor:
+    """Decoded frames as what H.264 holds: as `to_uint8`, in BT.709, limited range, 4:2:0.
+
+    Args:
+        frames: (3, f, H, W) fp32, ImageNet-normalised RGB; H and W even.
+        yuv: written instead of a new tensor.
+
+    Returns:
+        (f, 3 H / 2, W) uint8, contiguous, on the device of `frames`.
+    """
+    _, f, height, width = frames.shape
+    if yuv is None:
+        yuv = torch.empty(f, height * 3 // 2, width, dtype=torch.uint8, device=frames.device)
+    return pictures.to_yuv420(frames, IMAGENET_STD, IMAGENET_MEAN, yuv)

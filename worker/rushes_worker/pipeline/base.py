@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from rushes_worker.pixels import PixelFormat
+
 
 class Cancelled(Exception):
     """The job was cancelled, its lease was lost or its deadline passed; every rank raises it at the same boundary."""
@@ -45,8 +47,9 @@ class Reporter(Protocol):
         """
         ...
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
-        """Hand over the finished frames of temporal unit `unit`: uint8 [f, H, W, 3], RGB. Units come in any order.
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
+        """Hand over the finished frames of temporal unit `unit`, in any order of units: uint8 [f, H, W, 3] of RGB, or
+        [f, 3 H / 2, W] where `pixels` says that they are converted already.
 
         The array is the pipeline's own and changes after the call, as that of `audio` does.
         """

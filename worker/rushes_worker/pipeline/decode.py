@@ -15,7 +15,7 @@ from torch import Tensor
 from rushes_worker.model.audio_vae import AudioVaeDecoder
 from rushes_worker.model.sequence import audio_latents
 from rushes_worker.model.video_tiles import fade_in_
-from rushes_worker.model.video_units import to_uint8
+from rushes_worker.model.video_units import to_uint8, to_yuv420
 from rushes_worker.model.video_vae import VideoVaeDecoder
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Reporter
@@ -24,6 +24,10 @@ from rushes_worker.pipeline.graphs import Graphs, Work
 from rushes_worker.pipeline.outbound import HostRing, Outbound
 from rushes_worker.pipeline.slots import Latents
 from rushes_worker.pipeline.workspace import Carving, Workspace
+from rushes_worker.pixels import PixelFormat
+
+CONVERSIONS = {PixelFormat.RGB24: to_uint8, PixelFormat.YUV420P: to_yuv420}
+"""Of decoded frames to what is handed over."""
 
 
 class ClipDecoder:
@@ -31,6 +35,7 @@ class ClipDecoder:
     Args:
         audio_vae: of the rank that decodes the sound; None on others.
         largest: the shape that room is made for.
+        pixels: what frames are handed over as.
     """
 
     def __init__(
@@ -42,23 +47,25 @@ class ClipDecoder:
         workspace: Workspace,
         *,
         largest: ClipShape,
+        pixels: PixelFormat,
     ) -> None:
+        self._pixels = pixels
         self._video_vae = video_vae
         self._parallel = parallel
         self._graphs = graphs
         self._workspace = workspace
         self._canvases: dict[tuple[int, int], _Canvas] = {}
         self._sound = None if audio_vae is None else _Sound(audio_vae, largest)
-        canvas = _carve(Carving(), video_vae, largest.latent_height, largest.latent_width)
+        canvas = _carve(Carving(), video_vae, largest.latent_height, largest.latent_width, pixels)
         self._frames_on_host = HostRing(canvas.pixels.numel(), torch.uint8, video_vae.device)
         num_samples = 2 * largest.clip.num_audio_samples if self._sound else 0
         self._samples_on_host = HostRing(num_samples, torch.float32, video_vae.device)
 
     @staticmethod
-    def workspace_bytes(video_vae: VideoVaeDecoder, largest: ClipShape) -> int:
+    def workspace_bytes(video_vae: VideoVaeDecoder, largest: ClipShape, pixels: PixelFormat) -> int:
         """What a unit takes of the workspace."""
         carving = Carving()
-        _carve(carving, video_vae, largest.latent_height, largest.latent_width)
+        _carve(carving, video_vae, largest.latent_height, largest.latent_width, pixels)
         return carving.num_bytes
 
     def decode(self, bank: Latents, shape: ClipShape, reporter: Reporter, *, tile_batch: int | None) -> Outbound:
@@ -94,7 +101,14 @@ class ClipDecoder:
                 canvas.latents_CTYX.copy_(latents_CTYX[:, units.latent_frames(unit)])
                 self._decode_unit(canvas, is_first=unit == 0, tile_batch=tile_batch)
                 num_frames = units.clip_length + (units.tail_frames if unit == num_units - 1 else 0)
-                current = Outbound(what, self._frames_on_host, canvas.pixels[:num_frames], canvas.is_finite, unit=unit)
+                current = Outbound(
+                    what,
+                    self._frames_on_host,
+                    canvas.pixels[:num_frames],
+                    canvas.is_finite,
+                    unit=unit,
+                    pixels=self._pixels,
+                )
             decoded, outbound = outbound, current
             self._hand_over(decoded, reporter)
             reporter.checkpoint()
@@ -135,8 +149,9 @@ class ClipDecoder:
         def finish() -> None:
             body, tail = self._video_vae.units.split(canvas.frames_CfHW)
             fade_in_(body, canvas.tail_CtHW, dim=-3)
-            to_uint8(body, canvas.pixels[: body.shape[1]])
-            to_uint8(tail, canvas.pixels[body.shape[1] :])
+            convert = CONVERSIONS[self._pixels]
+            convert(body, canvas.pixels[: body.shape[1]])
+            convert(tail, canvas.pixels[body.shape[1] :])
 
         return ("unit", decode), ("pixels", finish)
 
@@ -172,9 +187,9 @@ class ClipDecoder:
         """Of Y x X latents; its tensors lie over those of all others."""
         if (height, width) not in self._canvases:
             need = Carving()
-            _carve(need, self._video_vae, height, width)
+            _carve(need, self._video_vae, height, width, self._pixels)
             carving = self._workspace.carve(need.num_bytes)
-            self._canvases[height, width] = _carve(carving, self._video_vae, height, width)
+            self._canvases[height, width] = _carve(carving, self._video_vae, height, width, self._pixels)
         return self._canvases[height, width]
 
 
@@ -187,7 +202,7 @@ class _Canvas(NamedTuple):
     tail_CtHW: Tensor
     """Over which the body fades in."""
     pixels: Tensor
-    """(b + t, H, W, 3) uint8."""
+    """(b + t, ...) uint8."""
     is_finite: Tensor
     """(1,) bool: whether the frames are."""
 
@@ -197,7 +212,9 @@ class _Canvas(NamedTuple):
         return self.frames_CfHW.shape[2], self.frames_CfHW.shape[3]
 
 
-def _carve(carving: Carving, video_vae: VideoVaeDecoder, latent_height: int, latent_width: int) -> _Canvas:
+def _carve(
+    carving: Carving, video_vae: VideoVaeDecoder, latent_height: int, latent_width: int, pixels: PixelFormat
+) -> _Canvas:
     units = video_vae.units
     height, width = (extent * video_vae.config.spatial_compression for extent in (latent_height, latent_width))
     num_frames = units.clip_length + units.tail_frames
@@ -207,7 +224,7 @@ def _carve(carving: Carving, video_vae: VideoVaeDecoder, latent_height: int, lat
         ),
         carving.take(3, units.unit_frames, height, width, dtype=torch.float32),
         carving.take(3, units.tail_frames, height, width, dtype=torch.float32),
-        carving.take(num_frames, height, width, 3, dtype=torch.uint8),
+        carving.take(num_frames, *pixels.shape(height, width), dtype=torch.uint8),
         carving.take(1, dtype=torch.bool),
     )
 

@@ -1,4 +1,4 @@
-"""The pipeline of a FastH3 student on one rank: prompt in, uint8 frames and a soundtrack out.
+"""The pipeline of a FastH3 student on one rank: prompt in, frames as bytes and a soundtrack out.
 
 All ranks of a replica run the same code. They share the text encoder's heads and the transformer's rows and heads; the
 temporal units of the video VAE are dealt round-robin, and the last rank, which has the fewest, decodes the sound. A
@@ -33,7 +33,7 @@ from rushes_worker.model.video_vae import VideoVaeDecoder
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 from rushes_worker.pipeline.clip_shape import ClipShape
-from rushes_worker.pipeline.decode import ClipDecoder
+from rushes_worker.pipeline.decode import CONVERSIONS, ClipDecoder
 from rushes_worker.pipeline.denoise import Denoiser
 from rushes_worker.pipeline.graphs import Graphs, MemoryUse
 from rushes_worker.pipeline.options import PipelineOptions
@@ -42,6 +42,7 @@ from rushes_worker.pipeline.schedule import Schedule
 from rushes_worker.pipeline.slots import NUM_BANKS, NUM_SLOTS, Latents, RequestSlot
 from rushes_worker.pipeline.text import TextStage, capacity_for
 from rushes_worker.pipeline.workspace import Workspace
+from rushes_worker.pixels import PixelFormat
 
 MAX_PROMPT_TOKENS = MAX_TEXT_CAPACITY
 """What a rank accepts whatever the API's own limit is."""
@@ -223,6 +224,8 @@ class FastH3Pipeline:
         largest = ClipShape.largest(config, self._video_vae.config.spatial_compression)
         longest = max(options.text_capacities)
         self._options = options
+        # on the CPU swscale converts sooner, beside the next unit
+        self._pixels = options.pixels or (PixelFormat.YUV420P if device.type == "cuda" else PixelFormat.RGB24)
         self._graphs = Graphs(device, max_bytes=options.graph_bytes)
         # what is never captured need not have the same rows for several lengths
         self._capacities = options.text_capacities if self._graphs.captures else ()
@@ -237,13 +240,19 @@ class FastH3Pipeline:
             device,
             max(
                 Denoiser.workspace_bytes(config, largest, longest, self.dtype),
-                ClipDecoder.workspace_bytes(self._video_vae, largest),
+                ClipDecoder.workspace_bytes(self._video_vae, largest, self._pixels),
             ),
         )
         self._text = TextStage(self._text_encoder, self._transformer, self._graphs, max_rows=MAX_PROMPT_TOKENS)
         self._denoiser = Denoiser(config, self._transformer, self._schedule, self._graphs, workspace)
         self._decoder = ClipDecoder(
-            self._video_vae, self._audio_vae, self._parallel, self._graphs, workspace, largest=largest
+            self._video_vae,
+            self._audio_vae,
+            self._parallel,
+            self._graphs,
+            workspace,
+            largest=largest,
+            pixels=self._pixels,
         )
 
     @torch.inference_mode()
@@ -299,7 +308,10 @@ class FastH3Pipeline:
             torch.zeros(16, config.patch_features, device=self._device),
             sequence,
         )
-        self._video_vae.decode_unit(torch.zeros(video.latent_channels, self._video_vae.units.unit_latents, 2, 2))
+        frames = self._video_vae.decode_unit(
+            torch.zeros(video.latent_channels, self._video_vae.units.unit_latents, 2, 2)
+        )
+        CONVERSIONS[self._pixels](frames)
         if self._audio_vae is not None:
             self._audio_vae.decode(torch.zeros(2, config.audio_in_channels, 2))
         torch.cuda.synchronize(self._device)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Self
 from rushes_core.captures import CaptureShape, parse_capacities, parse_captures
 from rushes_core.setting_rules import listed
 
+from rushes_worker.pixels import PixelFormat
+
 # ranks get the words ready made
 if TYPE_CHECKING:
     from rushes_core.settings import Settings
@@ -30,6 +32,8 @@ class PipelineOptions:
     captures: tuple[CaptureShape, ...] = ()
     """Shapes to be captured at start."""
     graph_bytes: int = 4 << 30
+    pixels: PixelFormat | None = None
+    """What frames are handed over as; None: the device decides."""
 
     @classmethod
     def parse(cls, options: Sequence[str]) -> Self:
@@ -55,9 +59,13 @@ class PipelineOptions:
                 if not (value.isascii() and value.isdigit()):
                     raise ValueError(f"{GRAPH_BYTES} must be a whole number, got {value!r}")
                 chosen = replace(chosen, graph_bytes=int(value))
+            elif name == "pixels":
+                if value not in tuple(PixelFormat):
+                    raise ValueError(f"pixels must be one of {', '.join(PixelFormat)}, got {value!r}")
+                chosen = replace(chosen, pixels=PixelFormat(value))
             else:
                 raise ValueError(
-                    f"this pipeline takes the options attention=PROVIDER, weights={SYNTHETIC}[:SEED], "
+                    f"this pipeline takes the options attention=PROVIDER, weights={SYNTHETIC}[:SEED], pixels=FORMAT, "
                     f"{TEXT_CAPACITIES}=ROWS, {CAPTURE}=SHAPES and {GRAPH_BYTES}=BYTES, got {option}"
                 )
         return replace(chosen, captures=parse_captures(captures, chosen.text_capacities))

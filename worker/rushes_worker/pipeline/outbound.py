@@ -5,6 +5,7 @@ from rushes_core.errors import NotFinite
 from torch import Tensor
 
 from rushes_worker.pipeline.base import Reporter
+from rushes_worker.pixels import PixelFormat
 
 RING_SIZE = 2
 """Results under way at once: one is handed over while the next is computed."""
@@ -44,6 +45,7 @@ class Outbound:
         what: all ranks decode in this round, for people.
         ring: where it is copied to; None: there is no result.
         unit: None for the sound.
+        pixels: what frames are.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Outbound:
         is_finite: Tensor | None = None,
         *,
         unit: int | None = None,
+        pixels: PixelFormat = PixelFormat.RGB24,
     ) -> None:
         self.what = what
         self._unit = unit
+        self._pixels = pixels
         self._values = self._flag = self._copied = None
         if ring is not None and values is not None and is_finite is not None:
             self._values, self._flag = ring.copy(values, is_finite)
@@ -85,7 +89,7 @@ class Outbound:
         if self._unit is None:
             reporter.audio(self._values.numpy())
         else:
-            reporter.frames(self._unit, self._values.numpy())
+            reporter.frames(self._unit, self._values.numpy(), self._pixels)
 
 
 class Handover:
