@@ -2,14 +2,20 @@
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
+from rushes_core.captures import MAX_TEXT_CAPACITY
 from rushes_core.clip import Clip
 from rushes_core.fields import MAX_SEED
+from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.pipeline.base import RenderRequest
+from rushes_worker.pipeline.options import ATTENTION
 
 from rushes_cli.main import UsageError
 
 SYNTHETIC = "synthetic"
+CANVAS_STEP, MAX_CANVAS_SIDE = 32, 4_096
+"""Pixels of a side: what one token of the transformer stands for, and more than any served canvas has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,9 @@ def add_clip_options(parser: argparse.ArgumentParser, *, warm_up: int, repeat: i
     )
     parser.add_argument("--warm-up", type=int, default=warm_up, help=f"clips before them (default {warm_up})")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the noise (default 0)")
-    parser.add_argument("--attention", metavar="PROVIDER", help="provider of sparse attention")
+    parser.add_argument(
+        "--attention", choices=ATTENTION, help="provider of sparse attention (default: the device decides)"
+    )
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -60,8 +68,8 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         if count < least:
             raise UsageError(f"{name} must be at least {least}, got {count}")
     for tokens in arguments.tokens:
-        if tokens < 1:
-            raise UsageError(f"--tokens must be at least 1, got {tokens}")
+        if not 1 <= tokens <= MAX_TEXT_CAPACITY:
+            raise UsageError(f"--tokens must be in 1..{MAX_TEXT_CAPACITY}, got {tokens}")
     if not 0 <= arguments.seed <= MAX_SEED:
         raise UsageError(f"--seed must be in 0..{MAX_SEED}, got {arguments.seed}")
     try:
@@ -76,10 +84,32 @@ def canvas_of(size: str, option: str) -> tuple[int, int]:
     """Width and height.
 
     Raises:
-        UsageError: `size` is not of the form WIDTHxHEIGHT.
+        UsageError: `size` is not of the form WIDTHxHEIGHT, or no canvas can have it.
     """
     try:
         width, height = map(int, size.split("x"))
     except ValueError:
         raise UsageError(f"{option} must be WIDTHxHEIGHT, got {size}") from None
+    if any(not CANVAS_STEP <= side <= MAX_CANVAS_SIDE or side % CANVAS_STEP for side in (width, height)):
+        raise UsageError(
+            f"{option}: width and height must be multiples of {CANVAS_STEP} up to {MAX_CANVAS_SIDE}, got {size}"
+        )
     return width, height
+
+
+def check_degree(sp: int) -> None:
+    """
+    Raises:
+        UsageError: no replica has so many ranks.
+    """
+    if sp not in SERVED_DEGREES:
+        raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {sp}")
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """
+    Raises:
+        UsageError: the file that is to be written at the end would have no folder to lie in.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")

@@ -28,11 +28,11 @@ from rushes_worker.media.settings import EncoderSettings, default_encoders
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
-from rushes_worker.pixels import PixelFormat
+from rushes_worker.pipeline.options import PipelineOptions
 from torch import multiprocessing
 
 from rushes_cli import bench_ranks
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, canvas_of, cases_of
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, canvas_of, cases_of, check_degree
 from rushes_cli.bench_share import STAGES, Marks, ShareTimes, gibibytes
 from rushes_cli.main import UsageError
 
@@ -44,7 +44,8 @@ SILENT_SECONDS = 300.0
 
 def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = actions.add_parser("replica", help="prompt to MP4 on one replica of several GPUs")
-    parser.add_argument("--sp", type=int, required=True, help="ranks, each with a device of its own")
+    degrees = ", ".join(map(str, SERVED_DEGREES))
+    parser.add_argument("--sp", type=int, required=True, help=f"ranks, each with a device of its own: {degrees}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default cuda)")
     add_clip_options(parser, warm_up=2, repeat=3)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the pipeline")
@@ -85,11 +86,11 @@ class SendingReporter(Marks):
         self._folder = folder
         self._connection = connection
 
-    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
-        super().frames(unit, frames, pixels)
-        path = self._folder / f"unit-{unit:03}.raw"
+    def frames(self, unit: int, frames: np.ndarray) -> None:
+        super().frames(unit, frames)
+        path = self._folder / f"unit-{unit:03}.rgb"
         np.ascontiguousarray(frames).tofile(path)
-        self._connection.send(("unit", unit, path, len(frames), pixels))
+        self._connection.send(("unit", unit, path, len(frames)))
 
     def audio(self, samples: np.ndarray) -> None:
         path = self._folder / "audio.npy"
@@ -235,8 +236,15 @@ def _ranks(arguments: argparse.Namespace, folder: Path) -> Iterator[Ranks]:
 def _replica(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments)
     sizes = [canvas_of(size, "--job-sizes") for size in arguments.job_sizes]
-    if arguments.sp not in SERVED_DEGREES:
-        raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {arguments.sp}")
+    check_degree(arguments.sp)
+    if arguments.jobs < 0:
+        raise UsageError(f"--jobs must be at least 0, got {arguments.jobs}")
+    try:
+        PipelineOptions.parse(arguments.option)
+    except ValueError as error:
+        raise UsageError(f"--option: {error}") from None
+    if arguments.timeline is not None:
+        arguments.timeline.mkdir(parents=True, exist_ok=True)
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:
         raise RushesError(f"needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
     if arguments.weights != SYNTHETIC:
@@ -262,7 +270,6 @@ def _replica(arguments: argparse.Namespace) -> int:
             for case in cases:
                 _show(_time_clips(ranks, case, folder, media, arguments))
             if arguments.timeline is not None:
-                arguments.timeline.mkdir(parents=True, exist_ok=True)
                 _show({"timeline": ranks.ask("trace_step", first, arguments.seed, arguments.timeline)})
             if arguments.tune:
                 _show({"tune": ranks.ask("tune_transfers", first, arguments.seed)[0]})

@@ -21,19 +21,20 @@ import torch
 from rushes_core.errors import RushesError
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
+from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
-from rushes_worker.pixels import PixelFormat
 from rushes_worker.transport import LocalCopies
 
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_degree
 from rushes_cli.main import UsageError
 
 
 def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = actions.add_parser("share", help="one rank of a replica on one device, its collectives replaced by copies")
-    parser.add_argument("--sp", type=int, required=True, help="ranks of the replica")
+    degrees = ", ".join(map(str, SERVED_DEGREES))
+    parser.add_argument("--sp", type=int, required=True, help=f"ranks of the replica: {degrees}")
     parser.add_argument("--rank", type=int, default=0, help="which of them (default 0, which has the most units)")
     parser.add_argument("--device", default="cuda:0", help="(default cuda:0)")
     add_clip_options(parser, warm_up=1, repeat=1)
@@ -68,7 +69,7 @@ class Marks:
     def checkpoint(self) -> None:
         pass
 
-    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
+    def frames(self, unit: int, frames: np.ndarray) -> None:
         self.units += 1
 
     def audio(self, samples: np.ndarray) -> None:
@@ -119,11 +120,16 @@ def time_share(pipeline: Pipeline, case: Case, seed: int, device: torch.device) 
 
 def _share(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments)
-    device = torch.device(arguments.device)
+    check_degree(arguments.sp)
+    device = _device_named(arguments.device)
     if not 0 <= arguments.rank < arguments.sp:
         raise UsageError(f"--rank must be in 0..{arguments.sp - 1}, got {arguments.rank}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RushesError("needs a CUDA device, or --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RushesError(f"--device {arguments.device}: found {torch.cuda.device_count()} CUDA devices")
+    if arguments.weights == SYNTHETIC and device.type != "cuda":
+        raise RushesError(f"--weights {SYNTHETIC} needs a CUDA device")
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as folder:
         started = time.perf_counter()
         if arguments.weights == SYNTHETIC:
@@ -145,6 +151,16 @@ def _share(arguments: argparse.Namespace) -> int:
         for case in cases:
             print(json.dumps(shown | _time_case(pipeline, case, arguments, device)), flush=True)
     return 0
+
+
+def _device_named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name}")
+    return device
 
 
 def _time_case(

@@ -1,5 +1,7 @@
 """What `rushes bench pipeline` refuses. Its figures need a GPU: see tests/gpu."""
 
+import re
+
 import pytest
 import torch
 from rushes_cli.bench import check_kernels, transformer_flop
@@ -36,13 +38,25 @@ def test_needs_a_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["--size", "1344"], "--size must be WIDTHxHEIGHT, got 1344"),
         (["--seconds", "3"], "--seconds must be between 4 and 15, got 3"),
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
-        (["--tokens", "1000", "-4"], "--tokens must be at least 1, got -4"),
+        (["--size", "31x17"], "--size: width and height must be multiples of 32 up to 4096, got 31x17"),
+        (["--size", "0x32"], "--size: width and height must be multiples of 32 up to 4096, got 0x32"),
+        (["--tokens", "1000", "-4"], "--tokens must be in 1..16384, got -4"),
+        (["--tokens", "16385"], "--tokens must be in 1..16384, got 16385"),
+        (["--keep", "/no/such/clip.mp4"], "--keep /no/such/clip.mp4: there is no folder /no/such"),
         (["--seed", "-1"], "--seed must be in 0..9223372036854775807, got -1"),
     ],
 )
 def test_wrong_usage_is_one_line(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "pipeline", "--weights", "synthetic", *option]) == 2
     assert capsys.readouterr().err == f"rushes bench: {message}\n"
+
+
+@pytest.mark.parametrize("action", [["pipeline"], ["share", "--sp", "2"], ["replica", "--sp", "2"]])
+def test_providers_of_attention_are_those_there_are(action: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *action, "--weights", "synthetic", "--attention", "nowhere"])
+    assert ended.value.code == 2
+    assert re.search("--attention: invalid choice: 'nowhere'.*hopper.*triton.*torch", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])

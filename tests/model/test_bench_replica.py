@@ -64,13 +64,31 @@ def test_a_checkpoint_that_is_not_there_is_told_before_ranks_start(
 
 
 def test_ranks_that_cannot_be_loaded_end_it(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench(checkpoint, "--sp", "2", "--option", "attention=nowhere") == 1
+    assert bench(checkpoint, "--sp", "2", "--option", "attention=hopper") == 1
     assert "failed to wait_for_all: ValueError" in capfd.readouterr().err
 
 
-def test_numbers_of_ranks_that_are_not_served_are_refused(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench(checkpoint, "--sp", "3") == 2
-    assert "--sp must be one of 1, 2, 4, 7, 8, got 3" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sp", "3"], "--sp must be one of 1, 2, 4, 7, 8, got 3"),
+        (["--sp", "2", "--jobs", "-1"], "--jobs must be at least 0, got -1"),
+        (["--sp", "2", "--job-sizes", "31x17"], "--job-sizes: width and height must be multiples of 32 up to 4096"),
+        (["--sp", "2", "--option", "attention=nowhere"], "--option: attention must be one of hopper, triton, torch"),
+        (["--sp", "2", "--option", "speed=9"], "--option: this pipeline takes the options attention=PROVIDER, "),
+    ],
+)
+def test_what_is_not_served_is_refused_before_ranks_start(
+    options: list[str], message: str, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # the checkpoint would be missed next
+    assert bench(checkpoint.parent / "nowhere", *options) == 2
+    assert f"rushes bench: {message}" in capfd.readouterr().err
+
+
+def test_synthetic_weights_are_refused_without_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench(Path("synthetic"), "--sp", "2") == 1
+    assert capfd.readouterr().err == "rushes bench: --weights synthetic needs CUDA devices\n"
 
 
 def test_transfers_are_exposed_where_nothing_is_computed() -> None:

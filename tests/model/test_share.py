@@ -85,7 +85,19 @@ def test_rank_must_be_one_of_the_replica(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "rushes bench: --rank must be in 0..1, got 2\n"
 
 
-def test_a_share_of_heads_that_cannot_be_split_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ["--sp", "3", "--device", "cpu"]
-    assert main(["bench", "share", "--weights", str(checkpoint), *place]) == 1
-    assert "56 attention heads cannot be split over 3 ranks" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--sp", "3", "--device", "cpu"], 2, "--sp must be one of 1, 2, 4, 7, 8, got 3"),
+        (["--sp", "0", "--device", "cpu"], 2, "--sp must be one of 1, 2, 4, 7, 8, got 0"),
+        (["--sp", "2", "--device", "tpu"], 2, "--device must be cpu, cuda or cuda:N, got tpu"),
+        (["--sp", "2", "--device", "meta"], 2, "--device must be cpu, cuda or cuda:N, got meta"),
+        (["--sp", "2", "--device", "cpu"], 1, "--weights synthetic needs a CUDA device"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_weights_are_made(
+    options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rushes_cli.bench_share.synthetic_checkpoint", None)
+    assert main(["bench", "share", "--weights", "synthetic", *options]) == status
+    assert capsys.readouterr().err == f"rushes bench: {message}\n"
