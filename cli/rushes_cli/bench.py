@@ -30,6 +30,7 @@ from rushes_worker.media.times import Span, timeline
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
+from rushes_worker.pixels import PixelFormat
 
 from rushes_cli import bench_replica, bench_share
 from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_folder
@@ -91,12 +92,12 @@ class TimedReporter:
     def checkpoint(self) -> None:
         self.media.check()
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
-        path = self.folder / f"unit-{unit:03}.rgb"
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
+        path = self.folder / f"unit-{unit:03}.raw"
         began = time.monotonic()
         np.ascontiguousarray(frames).tofile(path)
         self.spans.append(Span(f"writing unit {unit}", began, time.monotonic()))
-        self.media.add_unit(unit, path, len(frames))
+        self.media.add_unit(unit, path, len(frames), pixels)
         self.mark(f"unit {unit}")
 
     def audio(self, samples: np.ndarray) -> None:

@@ -29,6 +29,7 @@ from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.options import PipelineOptions
+from rushes_worker.pixels import PixelFormat
 from torch import multiprocessing
 
 from rushes_cli import bench_ranks
@@ -86,11 +87,11 @@ class SendingReporter(Marks):
         self._folder = folder
         self._connection = connection
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
-        super().frames(unit, frames)
-        path = self._folder / f"unit-{unit:03}.rgb"
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
+        super().frames(unit, frames, pixels)
+        path = self._folder / f"unit-{unit:03}.raw"
         np.ascontiguousarray(frames).tofile(path)
-        self._connection.send(("unit", unit, path, len(frames)))
+        self._connection.send(("unit", unit, path, len(frames), pixels))
 
     def audio(self, samples: np.ndarray) -> None:
         path = self._folder / "audio.npy"

@@ -25,6 +25,7 @@ from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.pixels import PixelFormat
 from rushes_worker.transport import LocalCopies
 
 from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_degree
@@ -69,7 +70,7 @@ class Marks:
     def checkpoint(self) -> None:
         pass
 
-    def frames(self, unit: int, frames: np.ndarray) -> None:
+    def frames(self, unit: int, frames: np.ndarray, pixels: PixelFormat = PixelFormat.RGB24) -> None:
         self.units += 1
 
     def audio(self, samples: np.ndarray) -> None:
