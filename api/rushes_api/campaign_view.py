@@ -1,25 +1,26 @@
 """Campaigns as this deployment shows them."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from rushes_core.campaigns import forecast, statements
+from rushes_core.campaigns import forecast, foresight, statements
 from rushes_core.campaigns.statements import Counts, counts_of
-from rushes_core.campaigns.tables import Campaign
+from rushes_core.campaigns.tables import Campaign, CampaignForecast
 from rushes_core.campaigns.view import Batch, CampaignEta, batch_of, eta_of
 from rushes_core.fields import printable
 from rushes_core.ids import is_campaign_id
-from rushes_core.measured import RunTimes
-from rushes_core.measured import measured as measured_times
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admin import read_members
 from rushes_api.deps import AppState, FileCaller, State
 from rushes_api.errors import ApiError
+
+_FRESH = timedelta(seconds=3 * foresight.FORESEE_SECONDS)
+"""How old a forecast may be that is taken for what is seen now."""
 
 
 async def batch_in(session: AsyncSession, campaign: Campaign, state: State) -> Batch:
@@ -31,35 +32,28 @@ async def batches_in(session: AsyncSession, campaigns: Sequence[Campaign], state
     """Campaigns as they are now."""
     rows = (await session.execute(statements.counts([one.id for one in campaigns]))).all()
     counts = {row.campaign_id: counts_of(row) for row in rows}
-    etas = await _etas(session, campaigns, counts, state)
+    etas = await _etas(session, campaigns, counts)
     return [batch_of(one, counts.get(one.id, Counts()), eta=etas.get(one.id)) for one in campaigns]
 
 
 async def _etas(
-    session: AsyncSession, campaigns: Sequence[Campaign], counts: Mapping[str, Counts], state: State
+    session: AsyncSession, campaigns: Sequence[Campaign], counts: Mapping[str, Counts]
 ) -> dict[str, CampaignEta | None]:
-    """When those are done that go on."""
-    going_on = [
-        one
-        for one in campaigns
-        if one.state == "in_progress" and one.loaded_at is not None and one.model == state["model"].name
-    ]
+    """When those are done that go on, as a dispatcher foresaw a few seconds ago."""
+    going_on = {one.id: one for one in campaigns if one.state == "in_progress" and one.loaded_at is not None}
     if not going_on:
         return {}
-    measured = (await session.execute(measured_times(state["model"].name))).scalars().all()
-    times = RunTimes.of(measured)
-    if times.num_jobs < forecast.MIN_MEASURED:
-        return {}
-    wanted = forecast.capacities([one.id for one in going_on], seen_within_seconds=state["settings"].lease_seconds)
-    capacities = {row[0]: forecast.Capacity(*row[1:]) for row in (await session.execute(wanted)).all()}
+    foreseen = (await session.execute(foresight.current(list(going_on)))).scalars().all()
     now: datetime = (await session.execute(select(func.now()))).scalar_one()
 
-    def eta(campaign: Campaign) -> CampaignEta | None:
-        has = counts.get(campaign.id, Counts())
-        left = {"num_jobs": has.queued + has.in_progress, "cost": has.remaining_cost}
-        return eta_of(forecast.of_campaign(campaign, **left, times=times, capacity=capacities[campaign.id], now=now))
+    def eta(row: CampaignForecast) -> CampaignEta | None:
+        left, used = foresight.left_of(row), counts.get(row.campaign_id, Counts()).gpu_seconds
+        # what nobody has looked at for long begins when somebody reads of it
+        made_at = row.made_at if now - row.made_at < _FRESH else now
+        ends = forecast.ends_of(going_on[row.campaign_id], left, used_gpu_seconds=used, now=now, made_at=made_at)
+        return eta_of(left, ends)
 
-    return {one.id: eta(one) for one in going_on}
+    return {row.campaign_id: eta(row) for row in foreseen}
 
 
 def no_such_batch(campaign_id: str) -> ApiError:

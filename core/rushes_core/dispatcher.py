@@ -16,6 +16,7 @@ from rushes_core import backlog, holds, measured, shares
 from rushes_core.campaigns import closing, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.campaigns.feeding import Feeder
+from rushes_core.campaigns.foresight import FORESEE_SECONDS, Foresight
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
@@ -51,6 +52,7 @@ class Dispatcher:
         self._feeder = Feeder(
             self._engine, seen_within_seconds=self._seen_within_seconds, patience_seconds=settings.patience_seconds
         )
+        self._foresight = Foresight(self._engine, seen_within_seconds=self._seen_within_seconds)
         self._pool = settings.pool
 
     def hint(self) -> int:
@@ -89,6 +91,10 @@ class Dispatcher:
     def feed(self) -> None:
         """Open jobs of campaigns as they are needed, and close what is not to start any more."""
         self._feeder.feed()
+
+    def foresee(self) -> None:
+        """Bring the forecasts of campaigns up to date."""
+        self._foresight.look()
 
     def settle_shares(self) -> None:
         """Keep what projects are owed to those whose work waits."""
@@ -132,6 +138,7 @@ def run(settings: Settings) -> int:
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("progress", PROGRESS_SECONDS, dispatcher.tell_progress),
         ("measure", measured.MEASURE_SECONDS, dispatcher.measure),
+        ("foresee", FORESEE_SECONDS, dispatcher.foresee),
         ("tidy", TIDY_SECONDS, sweeper.tidy),
         ("purge_again", PURGE_AGAIN_SECONDS, sweeper.purge_again),
     ]

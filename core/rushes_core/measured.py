@@ -1,7 +1,7 @@
 """How long clips took lately, by shape, from the jobs that completed: what progress and forecasts are made of."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Self
@@ -186,6 +186,12 @@ class RunTimes:
             return self.shapes.get(shape)
         p50 = cost_of(shape) * self.seconds_per_cost
         return Run(p50, p50 * self.spread, p50 * self.busy_share, 0)
+
+    def mixed(self, shapes: Mapping[Shape, int]) -> "RunTimes":
+        """The same, where so many clips of each of `shapes` are meant: without any, as many as were measured."""
+        runs = {shape: self.run(shape) for shape in shapes}
+        weighed = {shape: replace(run, num_jobs=shapes[shape]) for shape, run in runs.items() if run is not None}
+        return RunTimes(weighed) if weighed else self
 
     @cached_property
     def num_jobs(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rushes_core import backlog, claims, jobs, measured
 from rushes_core.campaigns.feeder import close_open
-from rushes_core.campaigns.forecast import capacities
+from rushes_core.campaigns.means import capacities
 from rushes_core.models import Job, ProjectShare
 from rushes_core.settings import Settings
 from rushes_core.shares import MOST_LAG_SECONDS

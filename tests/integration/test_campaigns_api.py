@@ -567,11 +567,13 @@ class TestForecast:
         campaign_id = campaigns.loaded(LINES)
         assert get(client, campaign_id)["eta"] is None
         measure(campaigns, num_jobs=19, seconds=10)
+        campaigns.foresee()
         assert get(client, campaign_id)["eta"] is None
 
     def test_what_is_left_takes_as_long_as_clips_did_lately(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 101))))
         measure(campaigns, num_jobs=50, seconds=10)
+        campaigns.foresee()
         now = time.time()
         eta = get(client, campaign_id)["eta"]
         assert eta["basis"] == "last 50 clips"
@@ -587,6 +589,7 @@ class TestForecast:
     def test_it_is_said_whether_the_window_is_long_enough(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 101))))
         measure(campaigns, num_jobs=50, seconds=10)
+        campaigns.foresee()
         path = f"/v1/campaigns/{campaign_id}"
         window = {"timezone": "UTC", "start": "00:00", "end": "24:00"}
         assert made(client.patch(path, json={"window": window}))["eta"]["fits_window"] is True

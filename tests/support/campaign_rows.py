@@ -16,7 +16,7 @@ SMALL = (480, 480, 107)
 LARGE = (832, 480, 141)
 TABLES = (
     "jobs, job_attempts, job_events, outbox, project_shares, replicas, measured_times, campaigns, campaign_counts, "
-    "campaign_line_errors, api_keys, api_key_usage, queue_pauses"
+    "campaign_line_errors, campaign_forecasts, api_keys, api_key_usage, queue_pauses"
 )
 
 _ADD_JOBS = text("""

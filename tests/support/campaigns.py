@@ -6,6 +6,7 @@ from typing import Any
 
 from rushes_core import claims, jobs
 from rushes_core.campaigns import closing
+from rushes_core.campaigns.foresight import Foresight
 from rushes_core.campaigns.tables import Campaign, CampaignCount, CampaignLineError
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_campaign_id, new_file_id
@@ -21,7 +22,8 @@ from sqlalchemy.orm import Session
 from support.job_rows import ERROR, RESULT, JobRows
 
 TABLES = (
-    "jobs, job_attempts, job_events, outbox, project_shares, files, campaigns, campaign_counts, campaign_line_errors"
+    "jobs, job_attempts, job_events, outbox, project_shares, files, campaigns, campaign_counts, campaign_line_errors, "
+    "campaign_forecasts"
 )
 
 
@@ -111,6 +113,10 @@ class Campaigns:
         campaign_id = self.submit(data, **values)
         self.load()
         return campaign_id
+
+    def foresee(self) -> None:
+        """What a dispatcher does every few seconds."""
+        Foresight(self.engine, seen_within_seconds=60).look()
 
     def read(self, campaign_id: str) -> Campaign:
         with Session(self.engine, expire_on_commit=False) as session:

@@ -34,7 +34,7 @@ LOCAL: dict[str, Any] = {"webhook_key": WEBHOOK_KEY, "webhook_loopback": True}
 TABLES = (
     "jobs, job_attempts, job_events, outbox, project_shares, "
     "webhook_attempts, webhook_deliveries, webhook_endpoints, webhook_secrets, "
-    "campaigns, campaign_counts, campaign_line_errors"
+    "campaigns, campaign_counts, campaign_line_errors, campaign_forecasts"
 )
 
 

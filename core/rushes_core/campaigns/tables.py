@@ -190,3 +190,40 @@ class CampaignLineError(Base):
     code: Mapped[str]
     param: Mapped[str | None]
     message: Mapped[str]
+
+
+class CampaignForecast(Base):
+    """How fast a campaign goes and when it will be done, written every few seconds while it goes on; of a completed
+    one, what was foreseen of it."""
+
+    __tablename__ = "campaign_forecasts"
+
+    campaign_id: Mapped[str] = mapped_column(ForeignKey("campaigns.id", ondelete="CASCADE"), primary_key=True)
+    made_at: Mapped[datetime]
+    num_ended: Mapped[int]
+    """Jobs that had ended then."""
+    num_dropped: Mapped[int]
+    """Of those, cancelled and expired ones."""
+    work_left: Mapped[float] = mapped_column(Double())
+    """Frames times pixels / 10,000 of the others, less what running ones had done."""
+    may_run: Mapped[bool]
+    """Whether nothing held it."""
+    pace: Mapped[dict[str, Any] | None]
+    """The members of `pace.Pace`; null: nobody would have run it yet."""
+    gpu_seconds: Mapped[float | None] = mapped_column(Double())
+    """What was left took; like the next three null where nothing could be said."""
+    seconds_p50: Mapped[float | None] = mapped_column(Double())
+    """In which it may run, from `made_at` to its end, as half of such campaigns need."""
+    seconds_p90: Mapped[float | None] = mapped_column(Double())
+    """As nine of ten need."""
+    basis: Mapped[str | None]
+    told: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))
+    """When it was to be done, as was first foreseen with so many percent done: `at`, `p50` and `p90` in Unix seconds.
+    No such forecast is kept of a campaign that was held after it."""
+    ended_at: Mapped[datetime | None]
+    """When it completed."""
+
+    __table_args__ = (
+        Index("ix_campaign_forecasts_ended_at", "ended_at"),
+        {"postgresql_with": {"fillfactor": 20}},
+    )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from rushes_core.campaigns.forecast import Forecast
+from rushes_core.campaigns.forecast import Ends, Left
 from rushes_core.campaigns.options import ENDPOINT, duration_text
 from rushes_core.campaigns.output import error_members, line_of
 from rushes_core.campaigns.statements import OPEN_STATES, Counts
@@ -218,17 +218,17 @@ def batch_of(campaign: Campaign, counts: Counts, *, eta: CampaignEta | None = No
     )
 
 
-def eta_of(forecast: Forecast) -> CampaignEta | None:
+def eta_of(left: Left, ends: Ends) -> CampaignEta | None:
     """A forecast as it is shown; None: there is none yet."""
-    if forecast.basis is None:
+    if left.basis is None:
         return None
-    p50, p90 = (None if at is None else math.ceil(at.timestamp()) for at in (forecast.p50, forecast.p90))
+    p50, p90 = (None if at is None else math.ceil(at.timestamp()) for at in (ends.p50, ends.p90))
     return CampaignEta(
         completes_at=p50,
         completes_at_latest=p90,
-        gpu_seconds=forecast.gpu_seconds,
-        basis=forecast.basis,
-        fits_window=forecast.fits_window,
+        gpu_seconds=left.gpu_seconds,
+        basis=left.basis,
+        fits_window=ends.fits_window,
     )
 
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rushes_core.campaigns import forecast, loading
-from rushes_core.campaigns.forecast import Capacity
+from rushes_core.campaigns import loading
+from rushes_core.campaigns.forecast import Means, Work, ends_of
 from rushes_core.campaigns.loading import Refused
+from rushes_core.campaigns.means import means_of
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.campaigns.view import eta_of
-from rushes_core.campaigns.windows import Window
-from rushes_core.measured import RunTimes, Shape, cost_of, measured
+from rushes_core.measured import Shape, cost_of
 from rushes_core.settings import Settings
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.orm import Session
@@ -68,39 +68,29 @@ class Examination:
     def _outlook(self) -> dict[str, Any]:
         campaign = self._campaign
         with Session(self._engine) as session:
-            times = RunTimes.of(session.scalars(measured(campaign.model)).all())
             seen_within = self._settings.lease_seconds
-            row = session.execute(forecast.capacities([campaign.id], seen_within_seconds=seen_within)).one()
+            means = means_of(session, [campaign], seen_within_seconds=seen_within)[campaign.id]
             now = session.execute(select(func.now())).scalar_one()
-        capacity = Capacity(*row[1:])
-        eta = eta_of(
-            forecast.of(
-                num_jobs=self._num_valid,
-                cost=sum(cost_of(shape) * count for shape, count in self._shapes.items()),
-                times=times,
-                capacity=capacity,
-                now=now,
-                max_parallel=campaign.max_parallel,
-                not_before=campaign.not_before,
-                window=None if campaign.window is None else Window.parse(campaign.window),
-            )
-        )
+        cost = sum(cost_of(shape) * count for shape, count in self._shapes.items())
+        left = means.left(Work(self._num_valid, cost, shapes=self._shapes))
+        eta = eta_of(left, ends_of(campaign, left, used_gpu_seconds=0.0, now=now))
         return {
-            "gpu_seconds": self._gpu_seconds(times, capacity),
+            "gpu_seconds": self._gpu_seconds(means),
             "completes_at": None if eta is None else eta.completes_at,
             "completes_at_latest": None if eta is None else eta.completes_at_latest,
             "basis": None if eta is None else eta.basis,
             "fits_window": None if eta is None else eta.fits_window,
         }
 
-    def _gpu_seconds(self, times: RunTimes, capacity: Capacity) -> float | None:
+    def _gpu_seconds(self, means: Means) -> float | None:
+        """Also of fewer measured clips than a forecast needs."""
         seconds = 0.0
         for shape, count in self._shapes.items():
-            run = times.run(shape)
+            run = means.times.run(shape)
             if run is None:
                 return None
             seconds += count * run.p50
-        return round(seconds * capacity.gpus, 1)
+        return round(seconds * means.capacity.gpus, 1)
 
     def _add(self, connection: Connection, chunk: Chunk) -> None:
         named = [(one.item.custom_id, one.line) for one in chunk.loaded if one.item.custom_id is not None]
