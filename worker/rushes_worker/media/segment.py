@@ -69,8 +69,9 @@ def set_up(context: av.VideoCodecContext, settings: EncoderSettings, *, width: i
     options = {"preset": settings.preset, "profile": "high", "bf": "0"}
     if settings.encoder == "libx264":
         # no maxrate: x264 keeps to it by timing its threads, and the bytes would change from run to run
-        # ultrafast turns CABAC and 8x8 transforms off and would fall back to Baseline
-        context.options = options | {"crf": str(settings.crf), "x264-params": "cabac=1:8x8dct=1"}
+        # ultrafast turns CABAC and 8x8 transforms off and would fall back to Baseline; with weighted prediction the
+        # last rows of a frame depend, one segment in a hundred on a busy machine, on which thread is first
+        context.options = options | {"crf": str(settings.crf), "x264-params": "cabac=1:8x8dct=1:weightp=0"}
     else:
         context.bit_rate = 0
         context.options = options | {"rc": "vbr", "cq": str(settings.crf), "forced-idr": "1"}
