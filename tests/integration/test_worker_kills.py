@@ -3,12 +3,14 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from rushes_core.models import Job, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from support.checkpoints import tiny_checkpoint
 from support.processes import children, is_alive
 from support.stack import SharedStack
 from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
@@ -224,3 +226,72 @@ def test_five_kills_in_a_row_leave_nothing_behind(
     assert "FileExistsError" not in log
     assert len(worker.descendants) == 8
     eventually(lambda: not list(settings.scratch.glob("*/attempt-*")))
+
+
+def freeze(pid: int, until: ExitStack) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until.callback(lambda: is_alive(pid) and os.kill(pid, signal.SIGCONT))
+
+
+def reach(stage: str, jobs: Jobs, replica: Replica, frozen: ExitStack) -> str:
+    """Have a job of a tiny checkpoint, or the group that is to render it, be at `stage`; returns the job's id."""
+
+    def add() -> str:
+        return jobs.add(model="rushes/tiny-fasth3-8-step-demo", width=480, height=480)
+
+    if stage == "load":
+        os.kill(ranks(replica)[0], signal.SIGKILL)
+        eventually(lambda: any(one.id == replica.id and one.detail.get("loading") for one in jobs.replicas()))
+        return add()
+    if stage == "encode":
+        for pid in ranks(replica):
+            freeze(pid, frozen)
+        job_id = add()
+        eventually(lambda: jobs.get(job_id).phase == "encoding")
+        return job_id
+    job_id = add()
+    if stage == "step 3":
+        jobs.wait_for_step(job_id, 3)
+        return job_id
+    eventually(lambda: jobs.get(job_id).phase == "decoding")
+    if stage == "mux":
+        (media,) = set(children(replica.detail["pid"])) - set(ranks(replica))
+        freeze(media, frozen)
+        eventually(lambda: jobs.get(job_id).phase == "muxing")
+    return job_id
+
+
+@pytest.mark.long
+def test_rank_of_a_checkpoint_that_is_killed_at_every_stage_in_turn_leaves_nothing_behind(
+    stack: SharedStack, tmp_path: Path
+) -> None:
+    settings = stack.settings(
+        checkpoint=tiny_checkpoint(tmp_path),
+        scratch=tmp_path / "scratch",
+        poll_seconds=0.1,
+        heartbeat_seconds=0.2,
+        drain_after_crashes=100,
+    )
+    jobs = Jobs(settings)
+    segments = left_segments()
+    with Worker(settings, tmp_path / "worker.log", layout="r2s2", env={"OMP_NUM_THREADS": "1"}) as worker:
+        for turn, stage in enumerate(("load", "encode", "step 3", "decode", "mux")):
+            victim, other = jobs.wait_ready(2)
+            jobs.drain(other.id)
+            eventually(lambda: {one.id: one.state for one in jobs.replicas()}[other.id] == "drained")  # noqa: B023
+            with ExitStack() as frozen:
+                job_id = reach(stage, jobs, victim, frozen)
+                before = jobs.replicas()
+                group = ranks(before[0])
+                os.kill(group[turn % 2], signal.SIGKILL)
+                eventually(lambda: not any(is_alive(pid) for pid in group), seconds=10)  # noqa: B023
+            jobs.resume(other.id)
+            job = jobs.wait_completed(job_id)
+            lost = stage not in ("load", "mux")
+            assert (job.attempt, job.crash_count) == ((2, 1) if lost else (1, 0)), stage
+            check_replaced(jobs, worker, settings, before, victim.id)
+        worker.terminate()
+        assert worker.wait() == 0
+    jobs.close()
+    assert left_segments() <= segments
+    assert not list(settings.scratch.iterdir())

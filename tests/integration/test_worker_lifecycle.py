@@ -116,6 +116,20 @@ class TestLayouts:
         job = jobs.wait_completed(jobs.add("[out of memory rank 1 at step 3 on attempt 1]"))
         assert (job.attempt, job.crash_count, job.low_memory) == (2, 0, True)
 
+    def test_rank_of_several_without_memory_has_all_of_them_take_the_plan_that_needs_less_once(
+        self, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        start_worker(layout="r1s2")
+        # a rank that had not been told of that plan would refuse again
+        for prompt in ("[large]", "[large rank 1]"):
+            job = jobs.wait_completed(jobs.add(prompt))
+            assert (job.attempt, job.low_memory, job.error_count, job.crash_count) == (2, True, 1, 0)
+        failed = jobs.wait_for(jobs.add("[out of memory rank 1 at step 3]"), JobState.FAILED)
+        assert (failed.attempt, failed.crash_count) == (2, 0)
+        errors = [attempt.error or {} for attempt in jobs.attempts(failed.id)]
+        assert [(error["code"], error["stage"]) for error in errors] == [("out_of_memory", "denoising")] * 2
+        assert failed.error == errors[1]
+
     def test_two_replicas_run_two_jobs_at_once(self, jobs: Jobs, start_worker: StartWorker) -> None:
         worker = start_worker(layout="r2s1")
         jobs.wait_ready(2)
