@@ -1,4 +1,5 @@
-"""What Prometheus scrapes: requests of this process, and the queue and the replicas as the database has them."""
+"""What Prometheus scrapes: requests of all processes behind this port, and the queue and the replicas as the database
+has them."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,8 +8,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from rushes_core import backlog, measured, replicas
+from rushes_core.campaigns import foresight
 from rushes_core.campaigns import statements as campaigns
 from rushes_core.campaigns.tables import ACTIVE_STATES
 from rushes_core.database import EACH_ALONE
@@ -22,7 +25,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rushes_api.campaign_metrics import NUM_CAMPAIGNS, Fulfilled, forecast_figures
 from rushes_api.eta import num_gpus
+from rushes_api.figures import figures_folder, forget_dead
 from rushes_api.job_histograms import JobHistograms
 
 log = get_logger(__name__)
@@ -48,28 +53,34 @@ class _Reading:
     webhooks: Any
     webhook_endpoints: Sequence[Any]
     campaigns: Mapping[str, int]
+    fulfilled: Sequence[Fulfilled]
 
 
 class Metrics:
-    """The figures of one process of the API."""
+    """The figures of the API: of this process, or of all that count into one folder."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        folder = figures_folder()
+        own = self._registry if folder is None else None
+        if folder is not None:
+            forget_dead(folder)
+            MultiProcessCollector(self._registry, folder)
         self._requests = Counter(
             "rushes_http_requests",
-            "Requests that this process answered",
+            "Requests that were answered",
             ["method", "route", "status"],
-            registry=self._registry,
+            registry=own,
         )
         self._seconds = Histogram(
             "rushes_http_request_seconds",
-            "Seconds until this process began to answer",
+            "Seconds until an answer began",
             ["route"],
             buckets=_BUCKETS,
-            registry=self._registry,
+            registry=own,
         )
         self._waiting = Gauge(
-            "rushes_http_waiting", "Requests of this process that wait for jobs", registry=self._registry
+            "rushes_http_waiting", "Requests that wait for jobs", registry=own, multiprocess_mode="livesum"
         )
         self._database = _DatabaseFigures()
         self._registry.register(self._database)
@@ -79,11 +90,12 @@ class Metrics:
         self._requests.labels(method if method in _METHODS else _OTHER, route, str(int(status))).inc()
         self._seconds.labels(route).observe(seconds)
 
-    async def text(
-        self, sessions: async_sessionmaker[AsyncSession], *, num_waiting: int, seen_within_seconds: float
-    ) -> bytes:
+    def note_waiting(self, count: int) -> None:
+        """So many requests of this process wait for jobs now."""
+        self._waiting.set(count)
+
+    async def text(self, sessions: async_sessionmaker[AsyncSession], *, seen_within_seconds: float) -> bytes:
         """Everything in the text format. While the database is away, what it would say is missing."""
-        self._waiting.set(num_waiting)
         await self._database.refresh(sessions, seen_within_seconds=seen_within_seconds)
         return generate_latest(self._registry)
 
@@ -134,6 +146,7 @@ class _DatabaseFigures(Collector):
         if reading is not None:
             yield from _queue_figures(reading)
             yield _campaign_figures(reading)
+            yield from forecast_figures(reading.fulfilled)
             yield from _replica_figures(reading)
             yield from _time_figures(reading)
             yield from self._histograms.families()
@@ -148,7 +161,9 @@ async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
     webhooks = (await session.execute(deliveries.standing())).one()
     endpoint_states = (await session.execute(endpoints.states())).all()
     active = {row[0]: row[1] for row in (await session.execute(campaigns.num_active_by_state())).all()}
-    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states, active)
+    ended = (await session.execute(foresight.fulfilled(NUM_CAMPAIGNS))).all()
+    fulfilled = [Fulfilled(told, ended_at) for told, ended_at in ended if ended_at is not None]
+    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states, active, fulfilled)
 
 
 def _queue_figures(reading: _Reading) -> Iterable[Metric]:
