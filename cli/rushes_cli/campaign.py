@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from rushes_core.campaigns.options import CampaignRequest
+from rushes_core.errors import InvalidRequest
 from rushes_core.ids import is_campaign_id
 
 from rushes_cli.campaigns import flags, manifest
@@ -199,6 +201,11 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{path} is no file" if path.exists() else f"there is no file {path}")
     if path.stat().st_size == 0:
         raise UsageError(f"{path} is empty")
+    try:
+        # before the file is sent, and by the rules of the API
+        CampaignRequest.parse(body)
+    except InvalidRequest as error:
+        raise UsageError(str(error)) from error
     with Line(sys.stderr) as line, _api(line=line) as client:
         keep_seconds = KEEP_CHECKED_SECONDS if arguments.dry_run else None
         stored = client.upload(lambda: _Shown(path, line), name=path.name, keep_seconds=keep_seconds)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rushes_api.app import create_app
+from rushes_core.campaigns import statements
 from rushes_core.models import ApiKeyUsage, File, Job
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore, file_key
@@ -24,7 +25,9 @@ from support.api import API_KEY, AUTHORIZED, JobDriver
 from support.campaigns import Campaigns, jsonl, openai_line
 from support.checkpoints import tiny_checkpoint
 from support.keys import bearer, create_key, create_project
+from support.plans import generic_plan, scans
 from support.stack import SharedStack
+from support.waiting import wait_until
 
 LINES = jsonl(*(openai_line(number) for number in range(1, 4)))
 CLIP = bytes(range(256)) * 50
@@ -586,6 +589,23 @@ class TestForecast:
         paused = made(client.post(f"/v1/campaigns/{campaign_id}/pause"))
         assert (paused["eta"]["completes_at"], paused["eta"]["gpu_seconds"]) == (None, eta["gpu_seconds"])
 
+    def test_how_far_off_it_was_is_scraped(self, client: TestClient, campaigns: Campaigns) -> None:
+        # it was to take 100 seconds, or 200, and took 150
+        told = {"10": {"at": 1_000, "p50": 1_100, "p90": 1_200}}
+        campaigns.execute(
+            "INSERT INTO campaign_forecasts (campaign_id, made_at, num_ended, num_dropped, work_left, may_run, told, "
+            "ended_at) VALUES (:id, now(), 0, 0, 0, true, CAST(:told AS jsonb), to_timestamp(1150))",
+            id=campaigns.loaded(LINES),
+            told=json.dumps(told),
+        )
+        wait_until(lambda: 'rushes_campaign_eta_campaigns{done="10"} 1.0' in client.get("/metrics").text)
+        scraped = client.get("/metrics").text
+        assert 'rushes_campaign_eta_error{done="10",forecast="p50",quantile="0.5"} 0.5' in scraped
+        assert 'rushes_campaign_eta_error{done="10",forecast="p90",quantile="0.5"} -0.25' in scraped
+        assert 'rushes_campaign_eta_late{done="10",forecast="p50"} 1.0' in scraped
+        assert 'rushes_campaign_eta_late{done="10",forecast="p90"} 0.0' in scraped
+        assert 'rushes_campaign_eta_late{done="50"' not in scraped
+
     def test_it_is_said_whether_the_window_is_long_enough(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 101))))
         measure(campaigns, num_jobs=50, seconds=10)
@@ -933,8 +953,41 @@ class TestDeleting:
             "jobs": 3,
             "clips": 1,
             "bytes": len(CLIP),
+            "estimated": False,
         }
         assert get(client, campaign_id)["status"] == "in_progress"
+
+    def test_of_many_it_is_told_by_some_of_them(
+        self, client: TestClient, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(statements, "COUNTED_AT_ONCE", 2)
+        campaign_id = campaigns.loaded(jsonl(*(openai_line(number) for number in range(1, 9))))
+        path = f"/v1/campaigns/{campaign_id}?dry_run=1"
+        told = made(client.delete(path))
+        assert (told["jobs"], told["clips"], told["bytes"], told["estimated"]) == (8, 0, 0, True)
+        for line in (1, 2, 4, 7):
+            campaigns.run(campaign_id, line)
+        campaigns.run(campaign_id, 8, code="not_finite")
+        campaigns.execute("""UPDATE jobs SET result = result || '{"bytes": 1000}' WHERE state = 'completed'""")
+        told = made(client.delete(path))
+        assert (told["jobs"], told["clips"], told["bytes"]) == (8, 4, 4_000)
+        # a clip whose retention ended, and one that was deleted by itself
+        gone = """UPDATE jobs SET result = result || '{"deleted_at": "2026-12-01T00:00:00Z"}' WHERE line = 2"""
+        campaigns.execute(gone)
+        campaigns.execute("UPDATE jobs SET deleted_at = now() WHERE line = 7")
+        told = made(client.delete(path))
+        assert told["clips"] in (1, 2, 3)
+        assert told["bytes"] == pytest.approx(told["clips"] * 1_000, abs=500)
+
+    def test_what_would_go_is_read_by_the_index_whatever_there_is(self, campaigns: Campaigns) -> None:
+        campaign_id = campaigns.loaded(LINES)
+        campaigns.execute("ANALYZE jobs")
+        with campaigns.engine.connect() as connection:
+            connection.exec_driver_sql("SET enable_seqscan = off")
+            nodes = list(scans(generic_plan(connection, statements.sample_clips(campaign_id))))
+        assert {node.get("Index Name") for node in nodes if node.get("Relation Name") == "jobs"} == {
+            "ix_jobs_campaign_state"
+        }
 
     def test_it_goes_with_its_jobs_and_files(self, client: TestClient, campaigns: Campaigns) -> None:
         campaign_id = campaigns.loaded(LINES)

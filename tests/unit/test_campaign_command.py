@@ -31,6 +31,35 @@ COUNTS = {"total": 1200, "completed": 310, "failed": 4, "queued": 880, "in_progr
 DATA = bytes(range(256)) * 2_000
 
 
+class TestSubmit:
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (["--on-failure", "cancel"], "max_failures, which is missing"),
+            (["--on-failure", "cancel", "--max-failures", "none"], "max_failures, which is missing"),
+            (["--window", "22:00-22:00 UTC"], "window.end must differ from start"),
+            (["--default", "prompt=waves"], "defaults.prompt is not supported"),
+            (["--completion-window", "5m"], "completion_window must be between 1h and 30d"),
+            (["--max-attempts", "11"], "max_attempts must be less than or equal to 10"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused_before_anything_is_sent(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        options: list[str],
+        problem: str,
+    ) -> None:
+        # nobody listens there
+        monkeypatch.setenv("RUSHES_URL", "http://127.0.0.1:9")
+        monkeypatch.setenv("RUSHES_KEY", "key")
+        lines = tmp_path / "lines.jsonl"
+        lines.write_text('{"prompt": "waves"}\n')
+        assert main(["campaign", "submit", str(lines), *options]) == 2
+        assert problem in capsys.readouterr().err
+
+
 class TestFlags:
     @pytest.mark.parametrize(
         ("text", "wanted"),

@@ -25,7 +25,7 @@ from rushes_api.body import JSON, MULTIPART
 from rushes_api.campaign_archive import MAX_CLIPS, Archive, SeatedResponse
 from rushes_api.campaign_options import OPTION_PARAMETERS
 from rushes_api.campaign_pages import Chosen, items, manifest
-from rushes_api.campaign_view import NO_MEMBERS, BatchId, CurrentCampaign, SentMembers, batch_in, find_campaign
+from rushes_api.campaign_view import NO_MEMBERS, BatchId, CurrentCampaign, SentMembers, batch_in
 from rushes_api.campaigns import FORMATS, INLINE, submit
 from rushes_api.deps import AppState, FileCaller, NoQuery, Session, State, query
 from rushes_api.errors import ApiError, responses
@@ -96,6 +96,9 @@ class BatchDeleted(BaseModel):
     """Null where they were not counted."""
     clips: int | None
     bytes: int | None
+    estimated: bool
+    """They were not counted one by one: `jobs` has those that were deleted singly, too, and `clips` and `bytes` go by
+    some of them."""
 
 
 @router.post("", response_model=Batch, responses=SUBMIT_RESPONSES, openapi_extra=_CREATE)
@@ -234,17 +237,12 @@ async def delete_campaign(
     answers alike. With `dry_run`, nothing happens.
     """
     is_dry = is_set("dry_run", parameters)
-    jobs: int | None = None
-    clips: int | None = None
-    num_bytes: int | None = None
+    found: dict[str, Any] = {"jobs": None, "clips": None, "bytes": None, "estimated": False}
     if is_dry:
-        await find_campaign(batch_id, project=caller.project, session=session)
-        jobs, clips, num_bytes = (await session.execute(statements.would_delete(batch_id))).one()
+        found = await changes.would_delete(batch_id, caller=caller, session=session)
     else:
         await changes.delete(batch_id, caller=caller, session=session)
-    return answer(
-        BatchDeleted(id=batch_id, object="batch.deleted", deleted=not is_dry, jobs=jobs, clips=clips, bytes=num_bytes)
-    )
+    return answer(BatchDeleted(id=batch_id, object="batch.deleted", deleted=not is_dry, **found))
 
 
 @router.get("/{batch_id}/items", response_model=ItemList, responses=BATCH_RESPONSES)

@@ -15,7 +15,7 @@ from rushes_core.campaigns import statements
 from rushes_core.campaigns.forecast import Left, Means, Seen, Work, ends_of
 from rushes_core.campaigns.means import means_of
 from rushes_core.campaigns.pace import Pace
-from rushes_core.campaigns.statements import Counts, counts_of
+from rushes_core.campaigns.statements import Counts, counts_of, spread
 from rushes_core.campaigns.tables import ACTIVE_STATES, Campaign, CampaignForecast
 from rushes_core.measured import Shape
 
@@ -31,8 +31,6 @@ KEPT_DAYS = 30
 """How long it is kept what was foreseen of a completed campaign."""
 
 _HELD_BY_SOMEBODY = ("paused", "approval", "budget", "quota", "not_before")
-# not the same steps throughout: the lines of a file often take turns
-_GOLDEN = 0.6180339887498949
 _AHEAD = text(f"""
 WITH bounds AS (
     SELECT
@@ -43,7 +41,7 @@ SELECT false AS runs, width, height, num_frames, count(*) AS num_jobs, 0.0::floa
 FROM bounds, generate_series(0, {NUM_SAMPLED - 1}) AS number, LATERAL (
     SELECT width, height, num_frames FROM jobs
     WHERE campaign_id = :id AND state = 'queued'
-        AND line >= first + floor(({_GOLDEN} * number) % 1 * (last - first + 1))
+        AND line >= {spread("number", "first", "last")}
     ORDER BY line LIMIT 1
 ) AS waiting GROUP BY width, height, num_frames
 UNION ALL
