@@ -8,6 +8,8 @@ from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Cancelled, RenderRequest
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
+from rushes_worker.pixels import PixelFormat
+from support.media import yuv420
 from support.oracle import diffusers_clip
 from support.parallel import run_ranks
 from support.rendering import RecordingReporter, fail_on_rank, render_on_rank, render_whole, request
@@ -71,6 +73,31 @@ class TestRender:
             render_whole(pipeline, request(), reporter)
         assert len(reporter.units) < 6
         assert len(render(pipeline, request()).clip) == 107
+
+
+class TestPixels:
+    def test_are_rgb_on_the_cpu_and_420_where_that_is_asked_for(
+        self, pipeline: FastH3Pipeline, checkpoint: Path
+    ) -> None:
+        one = request(num_frames=107)
+        rgb = render(pipeline, one)
+        assert rgb.pixels is PixelFormat.RGB24
+        seen = render(FastH3Pipeline(checkpoint, options=["pixels=yuv420p"]), one)
+        assert seen.pixels is PixelFormat.YUV420P
+        assert {unit: len(frames) for unit, frames in seen.units.items()} == {0: 17, 1: 17, 2: 17, 3: 17, 4: 17, 5: 22}
+        assert seen.clip.shape == (107, 96 * 3 // 2, 64)
+        # rounding to RGB moves luma by half a level of it, and by another half when that is rounded
+        assert np.abs(seen.clip.astype(int) - yuv420(rgb.clip)).max() <= 1
+        assert np.array_equal(seen.samples, rgb.samples)
+
+    def test_of_two_ranks_are_those_of_one(self, checkpoint: Path) -> None:
+        options = ["pixels=yuv420p"]
+        (single,) = render_on_rank(SequenceParallel.single(), checkpoint, [request()], options)
+        (first,), (last,) = run_ranks(render_on_rank, 2, checkpoint, [request()], options)
+        assert {first.pixels, last.pixels} == {PixelFormat.YUV420P}
+        units = first.units | last.units
+        clip = np.concatenate([units[unit] for unit in sorted(units)])
+        assert np.abs(clip.astype(int) - single.clip).max() <= 1
 
 
 class TestRefusals:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import av
 import numpy as np
+import torch
 from av.container import OutputContainer
+from rushes_kernels.pictures import to_yuv420
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.pixels import PixelFormat
 
 FPS = 24
 SAMPLE_RATE = 32_000
@@ -40,6 +43,14 @@ def moving_frames(num_frames: int, width: int = 64, height: int = 64, seed: int 
     return np.rint(128 + 90 * wave).astype(np.uint8)
 
 
+def yuv420(frames: np.ndarray) -> np.ndarray:
+    """[F, 3 H / 2, W] uint8: these frames as a rank on a GPU hands them over."""
+    planes = torch.from_numpy(frames).permute(3, 0, 1, 2).float().contiguous()
+    count, height, width, _ = frames.shape
+    out = torch.empty(count, height * 3 // 2, width, dtype=torch.uint8)
+    return to_yuv420(planes, (1 / 255,) * 3, (0.0,) * 3, out).numpy()
+
+
 def num_samples(num_frames: int) -> int:
     """Samples per channel that last as long as `num_frames`."""
     return round(num_frames * SAMPLE_RATE / FPS)
@@ -66,12 +77,13 @@ def make_clip(
     audio: np.ndarray | None = None,
     settings: EncoderSettings | None = None,
 ) -> Path:
-    """A clip as Rushes encodes it; by default one second of `moving_frames` and `tone` at 64x64."""
+    """A clip as Rushes encodes it, of RGB or of 4:2:0; by default one second of `moving_frames` and `tone` at 64x64."""
     frames = moving_frames(24) if frames is None else frames
     audio = tone(len(frames)) if audio is None else audio
-    _, height, width, _ = frames.shape
+    pixels = PixelFormat.RGB24 if frames.ndim == 4 else PixelFormat.YUV420P
+    height, width = frames.shape[1:3] if frames.ndim == 4 else (frames.shape[1] * 2 // 3, frames.shape[2])
     with ClipEncoder(path, width=width, height=height, num_frames=len(frames), settings=settings) as encoder:
-        encoder.add_frames(frames)
+        encoder.add_frames(frames, pixels)
         return encoder.finish(audio)
 
 

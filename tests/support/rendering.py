@@ -61,10 +61,11 @@ def request(
 
 
 def render_on_rank(
-    parallel: SequenceParallel, checkpoint: Path, requests: Sequence[RenderRequest]
+    parallel: SequenceParallel, checkpoint: Path, requests: Sequence[RenderRequest], options: Sequence[str] = ()
 ) -> list[RecordingReporter]:
     """What one rank of a group reports of each request."""
-    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device=str(parallel.device))
+    device = str(parallel.device)
+    pipeline = FastH3Pipeline(checkpoint, rank=parallel.rank, sp=parallel.size, device=device, options=options)
     reporters = []
     for one in requests:
         reporter = RecordingReporter()

@@ -9,6 +9,7 @@ from rushes_core.errors import GenerationError, InvalidOutput
 from rushes_worker.commands import Advanced, AudioReady, Render, Stop, UnitReady
 from rushes_worker.idle import IdleClock
 from rushes_worker.pipeline.base import Cancelled, RenderRequest
+from rushes_worker.pixels import PixelFormat
 from rushes_worker.rank_line import RankLine
 from rushes_worker.reporter import Agreement, RankReporter, alone
 
@@ -42,6 +43,18 @@ def test_frames_are_left_as_raw_bytes(reporter: RankReporter, supervisor: Connec
     report = supervisor.recv()
     assert report == UnitReady(5, 3, report.path, 2)
     assert report.path.read_bytes() == frames[:, ::-1].tobytes()
+
+
+def test_frames_of_420_are_told_to_be_that(reporter: RankReporter, supervisor: Connection) -> None:
+    frames = np.arange(2 * 72 * 64, dtype=np.uint8).reshape(2, 72, 64)
+    reporter.frames(3, frames, PixelFormat.YUV420P)
+    report = supervisor.recv()
+    assert report == UnitReady(5, 3, report.path, 2, PixelFormat.YUV420P)
+    assert report.path.read_bytes() == frames.tobytes()
+    with pytest.raises(InvalidOutput, match=r"uint8 \(2, 72, 64\), expected uint8 \(f, 48, 64, 3\) of rgb24"):
+        reporter.frames(3, frames)
+    with pytest.raises(InvalidOutput, match=r"expected uint8 \(f, 72, 64\) of yuv420p"):
+        reporter.frames(3, np.zeros((2, 48, 64, 3), np.uint8), PixelFormat.YUV420P)
 
 
 def test_sound_is_left_as_an_array(reporter: RankReporter, supervisor: Connection) -> None:
