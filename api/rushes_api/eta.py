@@ -6,11 +6,13 @@ The figures are a few seconds old: one task of the process reads them, and no re
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
+from heapq import heapify, heapreplace
 from typing import Any, Self
 
 from rushes_core import backlog, replicas
@@ -64,6 +66,9 @@ class Leased:
     phase: str | None
     shape: Shape
     started_at: datetime | None
+    progress: int = 0
+    owner: str | None = None
+    """The replica."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,14 @@ class Outlook:
         """How long after `at` a job starts that has so many queued ones before it; None: nobody knows."""
         if not self.shapes or not self.num_replicas:
             return None
-        if self._num_busy + num_ahead < self.num_replicas:
-            return _START_SECONDS
-        return _START_SECONDS + (self._seconds_held + num_ahead * self._mean_seconds) / self.num_replicas
+        free = list(self._free)
+        mean = self._mean_seconds
+        # once all replicas are as far as the last one, each round of them takes as long as a clip
+        rounds = max(0, num_ahead // len(free) - math.ceil((free[-1] - free[0]) / mean)) if mean else 0
+        heapify(free)
+        for _ in range(num_ahead - rounds * len(free)):
+            heapreplace(free, free[0] + mean)
+        return _START_SECONDS + free[0] + rounds * mean
 
     def now(self) -> datetime:
         """By the database's clock."""
@@ -117,8 +127,8 @@ class Outlook:
     def _start(self, job: Job, num_ahead: int | None, now: datetime) -> datetime | None:
         if job.state is JobState.CLAIMED:
             # its replica holds it for when the running one leaves the ranks
-            running = [self._seconds_left(each) for each in self.leased if each.is_running]
-            return self.at + timedelta(seconds=sum(running) / max(1, len(running)))
+            running = [self._seconds_left(one) for one in self._held_by(job.lease_owner) if one.is_running]
+            return self.at + timedelta(seconds=sum(running))
         if job.hold is not None or not self.paused.isdisjoint((job.project, backlog.EVERYBODY)):
             return None
         if job.run_at > now and num_ahead is None:
@@ -132,19 +142,21 @@ class Outlook:
             return 0.0
         times = self.shapes.get(leased.shape)
         seconds = self._mean_seconds if times is None else times.ranks_seconds
-        spent = (self.at - leased.started_at).total_seconds() if leased.is_running and leased.started_at else 0.0
-        # one that takes longer than most is likely to take a little longer still
-        return max(seconds - spent, 0.1 * seconds)
+        if not leased.is_running or leased.started_at is None:
+            return seconds
+        return _left(seconds, (self.at - leased.started_at).total_seconds(), leased.progress)
+
+    def _held_by(self, owner: str | None) -> list[Leased]:
+        return [each for each in self.leased if each.owner == owner]
 
     @cached_property
-    def _seconds_held(self) -> float:
-        """Of the ranks' time, for everything that replicas hold."""
-        return sum(self._seconds_left(each) for each in self.leased)
-
-    @cached_property
-    def _num_busy(self) -> int:
-        """Jobs that ranks are taken by, or will be."""
-        return sum(1 for each in self.leased if self._seconds_left(each))
+    def _free(self) -> Sequence[float]:
+        """Seconds until each replica that takes jobs is free of everything that it holds, the first one first."""
+        held: dict[str | None, float] = defaultdict(float)
+        for each in self.leased:
+            held[each.owner] += self._seconds_left(each)
+        idle = [0.0] * max(0, self.num_replicas - len(held))
+        return sorted([*idle, *held.values()])[: self.num_replicas]
 
     @cached_property
     def _mean_seconds(self) -> float:
@@ -155,10 +167,12 @@ class Outlook:
 
 def _end(job: Job, times: ShapeTimes, now: datetime) -> datetime:
     assert job.started_at is not None, "a running job has started"
-    usual = job.started_at + timedelta(seconds=times.run_seconds)
-    # one that is later than most goes by what is left of it
-    left = times.run_seconds * (100 - job.progress) / 100
-    return usual if usual > now else now + timedelta(seconds=left)
+    return now + timedelta(seconds=_left(times.run_seconds, (now - job.started_at).total_seconds(), job.progress))
+
+
+def _left(seconds: float, spent: float, progress: int) -> float:
+    """Of what takes so long: one that is later than most goes by what is left of it."""
+    return seconds - spent if spent < seconds else seconds * (100 - progress) / 100
 
 
 def _eta(now: datetime, starts_at: datetime | None, completes_at: datetime | None) -> Eta:
@@ -220,7 +234,8 @@ class Forecast:
         up = (await session.execute(of_model)).scalars().all()
         undrained = [replica for replica in up if replica.drain_requested_at is None]
         sizes = [num_gpus(replica.layout) for replica in undrained if replica.state in ("ready", "busy")]
-        leased = select(Job.state, Job.phase, Job.width, Job.height, Job.num_frames, Job.started_at)
+        shape = (Job.width, Job.height, Job.num_frames)
+        leased = select(Job.state, Job.phase, *shape, Job.started_at, Job.progress, Job.lease_owner)
         held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
         pauses = (await session.execute(backlog.queue_pauses())).scalars()
         return Outlook(
@@ -236,7 +251,8 @@ class Forecast:
 
 
 def _leased(row: Any) -> Leased:
-    return Leased(row.state is JobState.RUNNING, row.phase, (row.width, row.height, row.num_frames), row.started_at)
+    shape = (row.width, row.height, row.num_frames)
+    return Leased(row.state is JobState.RUNNING, row.phase, shape, row.started_at, row.progress, row.lease_owner)
 
 
 def num_gpus(layout: str) -> int:

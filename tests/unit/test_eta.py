@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from rushes_api.eta import Leased, Outlook, ShapeTimes
+from rushes_api.eta import Leased, Outlook, Shape, ShapeTimes
 from rushes_core.models import Job, MeasuredTime
 from rushes_core.states import JobState
 
@@ -45,8 +45,14 @@ def ago(seconds: float) -> datetime:
     return datetime.now(UTC) - timedelta(seconds=seconds)
 
 
-def busy(*, spent: float = 0.0, phase: str | None = "denoising", shape: tuple[int, int, int] = SHAPE) -> Leased:
-    return Leased(is_running=True, phase=phase, shape=shape, started_at=ago(spent))
+def busy(
+    owner: str = "a", *, spent: float = 0.0, phase: str | None = "denoising", shape: Shape = SHAPE, progress: int = 90
+) -> Leased:
+    return Leased(True, phase, shape, ago(spent), progress, owner)
+
+
+def claimed(owner: str = "a") -> Leased:
+    return Leased(is_running=False, phase=None, shape=SHAPE, started_at=None, owner=owner)
 
 
 def waits(figures: Outlook, num_ahead: int | None, **changes: Any) -> tuple[float, float]:
@@ -65,20 +71,19 @@ class TestQueued:
         assert waits(outlook(leased=[busy()]), 0) == (pytest.approx(1, abs=1), pytest.approx(13, abs=1))
 
     def test_it_waits_for_what_is_ahead_shared_by_all_replicas(self) -> None:
-        figures = outlook(leased=[busy(spent=4), busy(spent=8)])
-        # 6 and 2 seconds are left, and six clips of ten seconds, on two replicas
+        figures = outlook(leased=[busy("a", spent=4), busy("b", spent=8)])
+        # 6 and 2 seconds are left, and six clips of ten seconds, three for each of two replicas
         starts, completes = waits(figures, 6)
-        assert starts == pytest.approx(35, abs=1.1)
+        assert starts == pytest.approx(33, abs=1.1)
         assert completes - starts == pytest.approx(12, abs=1.1)
-        assert waits(outlook(leased=figures.leased, num_replicas=1), 6)[0] == pytest.approx(69, abs=1.1)
+        assert waits(outlook(leased=figures.leased[:1], num_replicas=1), 6)[0] == pytest.approx(67, abs=1.1)
 
     def test_a_clip_that_is_only_stored_yet_holds_nobody_up(self) -> None:
         figures = outlook(num_replicas=1, leased=[busy(spent=11, phase="uploading")])
         assert waits(figures, 0)[0] == pytest.approx(1, abs=1)
 
     def test_a_job_that_is_claimed_ahead_counts(self) -> None:
-        held = Leased(is_running=False, phase=None, shape=SHAPE, started_at=None)
-        assert waits(outlook(num_replicas=1, leased=[busy(spent=5), held]), 0)[0] == pytest.approx(16, abs=1.1)
+        assert waits(outlook(num_replicas=1, leased=[busy(spent=5), claimed()]), 0)[0] == pytest.approx(16, abs=1.1)
 
     def test_one_that_takes_longer_than_most_is_not_over_yet(self) -> None:
         assert waits(outlook(num_replicas=1, leased=[busy(spent=100)]), 0)[0] == pytest.approx(2, abs=1.1)
@@ -135,8 +140,64 @@ class TestHeld:
 
     def test_a_claimed_job_starts_when_a_running_one_ends(self) -> None:
         figures = outlook(num_replicas=1, leased=[busy(spent=4)])
-        starts, completes = waits(figures, None, state=JobState.CLAIMED)
+        starts, completes = waits(figures, None, state=JobState.CLAIMED, lease_owner="a")
         assert (starts, completes) == (pytest.approx(6, abs=1.1), pytest.approx(18, abs=1.1))
+
+
+class TestNeighbours:
+    """Jobs one after another, as their clients are told of them."""
+
+    def test_a_replica_that_is_late_with_one_starts_no_other_before_it_is_free(self) -> None:
+        # it has run for four times as long as most, and is half done
+        figures = outlook(num_replicas=1, leased=[busy(spent=50, progress=50)])
+        ahead = figures.eta(job(state=JobState.RUNNING, started_at=ago(50), progress=50), None)
+        assert ahead is not None
+        assert ahead.completes_at is not None
+        ahead_completes = ahead.completes_at - datetime.now(UTC).timestamp()
+        assert ahead_completes == pytest.approx(6, abs=1.1)
+        # but for what storing it takes
+        stored = TIMES[SHAPE].run_seconds - TIMES[SHAPE].ranks_seconds
+        assert waits(figures, 0)[0] >= ahead_completes - stored
+
+    def test_each_replica_starts_what_it_has_claimed_when_it_is_free_itself(self) -> None:
+        figures = outlook(leased=[busy("a", spent=9), claimed("a"), busy("b", spent=1), claimed("b")])
+        starts = {
+            owner: waits(figures, None, state=JobState.CLAIMED, lease_owner=owner)[0] for owner in ("a", "b", None)
+        }
+        assert starts == {
+            "a": pytest.approx(1, abs=1.1),
+            "b": pytest.approx(9, abs=1.1),
+            None: pytest.approx(0, abs=1.1),
+        }
+
+    def test_one_behind_a_claimed_one_starts_when_that_leaves_the_ranks(self) -> None:
+        figures = outlook(num_replicas=1, leased=[busy(spent=4), claimed()])
+        before, _ = waits(figures, None, state=JobState.CLAIMED, lease_owner="a")
+        assert waits(figures, 0)[0] == pytest.approx(before + 10 + 1, abs=1.1)
+
+    def test_the_first_replica_that_is_free_takes_the_next_one(self) -> None:
+        figures = outlook(leased=[busy("a", spent=8), busy("b", spent=0)])
+        # one is free in 2 seconds, and takes the second clip after that in 12; the other one is free in 10
+        assert [round(figures.wait_seconds(num_ahead) or 0) for num_ahead in range(5)] == [3, 11, 13, 21, 23]
+
+    def test_what_a_replica_holds_that_takes_no_more_is_not_waited_for(self) -> None:
+        figures = outlook(num_replicas=1, leased=[busy("drains", spent=0), busy("b", spent=8)])
+        assert figures.wait_seconds(0) == pytest.approx(3, abs=0.1)
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 7, 64])
+    def test_of_two_neighbours_the_first_is_never_foreseen_later(self, num_replicas: int) -> None:
+        leased = [busy(str(number), spent=number % 10) for number in range(num_replicas * 2 // 3)]
+        figures = outlook(num_replicas=num_replicas, leased=leased)
+        found = [figures.wait_seconds(num_ahead) or 0 for num_ahead in range(300)]
+        assert found == sorted(found)
+        # each round of all replicas takes a clip more
+        assert [later - found[place] for place, later in enumerate(found[num_replicas:])] == pytest.approx(
+            [10.0] * (300 - num_replicas)
+        )
+
+    def test_ten_thousand_ahead_are_as_far_as_they_are_one_by_one(self) -> None:
+        figures = outlook(num_replicas=3, leased=[busy("a", spent=7)])
+        assert figures.wait_seconds(9_999) == pytest.approx(1 + 3_333 * 10, abs=4)
 
 
 class TestShapes:
