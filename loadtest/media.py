@@ -1,14 +1,15 @@
 """From decoded frames to the finished file: how long after the last frame, at what cost, and how good.
 
-    python loadtest/media.py finish --seconds 5 10 15 --rate 100
+    python loadtest/media.py finish --seconds 5 10 15 --rate 100 --pixels rgb24 yuv420p
     python loadtest/media.py presets
     python loadtest/media.py many --clips 500
     python loadtest/media.py upload
 
 `finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
-clip. `presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in.
-`many` has one process make clip after clip, and prints what it holds after each fifth of them. `upload` stores the clip
-of `finish` in a store on this machine, or the one that `RUSHES_*` names.
+clip; of several formats of pixels, each has a process of its own, and they take turns. `presets` encodes the scenes of
+`scenes.py` in every preset and compares what comes back with what went in. `many` has one process make clip after clip,
+and prints what it holds after each fifth of them. `upload` stores the clip of `finish` in a store on this machine, or the
+one that `RUSHES_*` names.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +31,7 @@ from rushes_worker.media.messages import MadeClip
 from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.media.settings import DEFAULT_PRESETS, PRESETS, EncoderSettings, default_encoders
 from rushes_worker.media.times import Span, timeline
+from rushes_worker.pixels import PixelFormat
 
 _FINISH_SECONDS = 300.0
 _COMPARED = 4
@@ -43,6 +46,7 @@ def main() -> None:
     finish.add_argument("--rate", type=float, default=100.0, help="frames a second; 0: all units at once")
     finish.add_argument("--repeat", type=int, default=5)
     finish.add_argument("--scene", choices=scenes.SCENES, default="drift")
+    finish.add_argument("--pixels", nargs="+", choices=list(PixelFormat), default=[PixelFormat.RGB24], type=PixelFormat)
     finish.add_argument("--timeline", action="store_true", help="also when each part of the last clip was at work")
     finish.set_defaults(run=_finish)
     presets = actions.add_parser("presets")
@@ -70,7 +74,8 @@ def main() -> None:
 
 
 def _finish(arguments: argparse.Namespace) -> None:
-    frames = scenes.SCENES[arguments.scene](Clip.for_seconds(max(arguments.seconds)).num_frames)
+    rgb = scenes.SCENES[arguments.scene](Clip.for_seconds(max(arguments.seconds)).num_frames)
+    frames = {pixels: rgb if pixels is PixelFormat.RGB24 else _yuv420(rgb) for pixels in arguments.pixels}
     for interval in arguments.keyframe_interval:
         settings = EncoderSettings(
             preset=arguments.preset,
@@ -79,57 +84,79 @@ def _finish(arguments: argparse.Namespace) -> None:
             threads=arguments.threads,
         )
         for seconds in arguments.seconds:
-            _finish_clips(frames[: Clip.for_seconds(seconds).num_frames], settings, arguments)
+            count = Clip.for_seconds(seconds).num_frames
+            clips = [_Finished(pixels, whole[:count], settings, arguments) for pixels, whole in frames.items()]
+            with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, ExitStack() as processes:
+                for clip in clips:
+                    processes.enter_context(clip.media)
+                # a process that has just started is slower
+                for is_counted in (False, *[True] * arguments.repeat):
+                    for clip in clips:
+                        clip.make(Path(folder), is_counted=is_counted)
+                for clip in clips:
+                    clip.report()
 
 
-def _finish_clips(frames: np.ndarray, settings: EncoderSettings, arguments: argparse.Namespace) -> None:
-    figures: list[tuple[float, float, int]] = []
-    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, MediaProcess(settings) as media:
-        # a process that has just started is slower
-        handed_over, ended, made = _hand_over(media, Path(folder), frames, arguments.rate)
-        for _ in range(arguments.repeat):
-            before = _cpu_seconds(media.pid)
-            handed_over, ended, made = _hand_over(media, Path(folder), frames, arguments.rate)
-            figures.append((ended - handed_over[-1], _cpu_seconds(media.pid) - before, made.facts.bytes))
-        waits, costs, sizes = zip(*figures, strict=True)
-        memory = _status_kib(media.pid, "VmHWM") // 1024
-    print(
-        json.dumps(
-            {
-                "case": "finish",
-                "frames": len(frames),
-                "rate": arguments.rate,
-                "encoders": settings.encoders,
-                "preset": settings.preset,
-                "keyframe_interval": settings.keyframe_interval,
-                "threads": settings.threads,
-                "cores": len(os.sched_getaffinity(0)),
-                "after_last_frame_ms": round(median(waits) * 1e3, 1),
-                "spread_ms": [round(min(waits) * 1e3, 1), round(max(waits) * 1e3, 1)],
-                "cpu_s": round(median(costs), 2),
-                "mebibytes": round(sizes[-1] / 2**20, 2),
-                "peak_mib": memory,
-                "load_average": Path("/proc/loadavg").read_text().split()[0],
-            }
-        ),
-        flush=True,
-    )
-    if arguments.timeline:
-        print(timeline([*made.spans, Span("finished", ended, ended)]), flush=True)
+class _Finished:
+    """One clip, made again and again, and how long that took."""
+
+    def __init__(
+        self, pixels: PixelFormat, frames: np.ndarray, settings: EncoderSettings, arguments: argparse.Namespace
+    ) -> None:
+        self.media = MediaProcess(settings)
+        self._pixels, self._frames = pixels, frames
+        self._settings, self._arguments = settings, arguments
+        self._figures: list[tuple[float, float, int]] = []
+        self._spans: list[Span] = []
+
+    def make(self, folder: Path, *, is_counted: bool) -> None:
+        before = _cpu_seconds(self.media.pid)
+        handed_over, ended, made = _hand_over(self.media, folder, self._frames, self._arguments.rate)
+        self._spans = [*made.spans, Span("finished", ended, ended)]
+        if is_counted:
+            cost = _cpu_seconds(self.media.pid) - before
+            self._figures.append((ended - handed_over[-1], cost, made.facts.bytes))
+
+    def report(self) -> None:
+        settings, arguments = self._settings, self._arguments
+        waits, costs, sizes = zip(*self._figures, strict=True)
+        figures = {
+            "case": "finish",
+            "scene": arguments.scene,
+            "pixels": self._pixels,
+            "frames": len(self._frames),
+            "rate": arguments.rate,
+            "encoders": settings.encoders,
+            "preset": settings.preset,
+            "keyframe_interval": settings.keyframe_interval,
+            "threads": settings.threads,
+            "cores": len(os.sched_getaffinity(0)),
+            "after_last_frame_ms": round(median(waits) * 1e3, 1),
+            "spread_ms": [round(min(waits) * 1e3, 1), round(max(waits) * 1e3, 1)],
+            "cpu_s": round(median(costs), 2),
+            "cpu_spread_s": [round(min(costs), 2), round(max(costs), 2)],
+            "mebibytes": round(sizes[-1] / 2**20, 2),
+            "peak_mib": _status_kib(self.media.pid, "VmHWM") // 1024,
+            "load_average": Path("/proc/loadavg").read_text().split()[0],
+        }
+        print(json.dumps(figures), flush=True)
+        if arguments.timeline:
+            print(timeline(self._spans), flush=True)
 
 
 def _hand_over(
     media: MediaProcess, folder: Path, frames: np.ndarray, rate: float
 ) -> tuple[list[float], float, MadeClip]:
     """When each unit was handed over and when the clip was finished, and the clip."""
-    _, height, width, _ = frames.shape
+    pixels = PixelFormat.RGB24 if frames.ndim == 4 else PixelFormat.YUV420P
+    height, width = frames.shape[1:3] if frames.ndim == 4 else (frames.shape[1] * 2 // 3, frames.shape[2])
     names = tuple(variant.name for variant in BY_PRODUCTS)
     sound = folder / "sound.npy"
     np.save(sound, _chord(len(frames)))
     media.start_clip(ClipSpec(folder / "video.mp4", width, height, len(frames), by_products=names))
     media.set_audio(sound)
     units = units_of(len(frames))
-    paths = [folder / f"unit-{unit.start:03}.rgb" for unit in units]
+    paths = [folder / f"unit-{unit.start:03}.raw" for unit in units]
     if not rate:
         for path, unit in zip(paths, units, strict=True):
             frames[unit.start : unit.stop].tofile(path)
@@ -138,10 +165,24 @@ def _hand_over(
         if rate:
             frames[unit.start : unit.stop].tofile(path)
             time.sleep(max(0.0, began + unit.stop / rate - time.monotonic()))
-        media.add_unit(number, path, len(unit))
+        media.add_unit(number, path, len(unit), pixels)
         handed_over.append(time.monotonic())
     made = media.finish(_FINISH_SECONDS)
     return handed_over, time.monotonic(), made
+
+
+def _yuv420(frames: np.ndarray) -> np.ndarray:
+    """[F, 3 H / 2, W] uint8: as a rank on a GPU hands frames over."""
+    # nothing else here needs torch
+    import torch
+    from rushes_kernels.pictures import to_yuv420
+
+    count, height, width, _ = frames.shape
+    converted = torch.empty(count, height * 3 // 2, width, dtype=torch.uint8)
+    for frame, out in zip(frames, converted, strict=True):
+        planes = torch.from_numpy(frame).permute(2, 0, 1).float().contiguous()
+        to_yuv420(planes[:, None], (1 / 255,) * 3, (0.0,) * 3, out[None])
+    return converted.numpy()
 
 
 def _many(arguments: argparse.Namespace) -> None:
