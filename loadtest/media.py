@@ -8,8 +8,8 @@
 `finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
 clip; of several formats of pixels, each has a process of its own, and they take turns. `presets` encodes the scenes of
 `scenes.py` in every preset and compares what comes back with what went in. `many` has one process make clip after clip,
-and prints what it holds after each fifth of them. `upload` stores the clip of `finish` in a store on this machine, or the
-one that `RUSHES_*` names.
+and prints what it holds after each fifth of them. `upload` stores the clip of `finish` in a store on this machine, or
+the one that `RUSHES_*` names.
 """
 
 import argparse
