@@ -1,0 +1,48 @@
+"""A clip whose ranks convert their frames themselves, as those on GPUs do, and the one that swscale converts."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from rushes_core.variants import THUMBNAIL
+from support.api import API_KEY
+from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
+from support.media import decode_rgb, make_clip
+from support.service import Rendered, Service
+from support.stack import SharedStack
+
+
+def test_ranks_that_hand_over_420_make_the_clip_that_rgb_makes(
+    stack: SharedStack, checkpoint: Path, reference: Rendered, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    settings = stack.settings(
+        checkpoint=checkpoint,
+        api_key=API_KEY,
+        scratch=tmp_path / "scratch",
+        pipeline=KEEPING,
+        pipeline_options="pixels=yuv420p",
+        provenance="off",
+    )
+    with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
+        rendered = service.render()
+        url = f"/v1/videos/{rendered.id}/content?variant={THUMBNAIL.name}"
+        poster = service.http.get(url).raise_for_status().content
+    frames, samples = kept_clip(kept)
+
+    # the media process encodes what the ranks handed over as it is
+    assert frames.shape[1:] == (480 * 3 // 2, 480)
+    assert rendered.data == make_clip(tmp_path / "made.mp4", frames, samples).read_bytes()
+    with Image.open(io.BytesIO(poster)) as image:
+        assert image.size == (480, 480)
+
+    # of what one rank hands over as RGB, swscale makes the same picture: only noise is encoded here, at 35 dB
+    paths = [tmp_path / "yuv.mp4", tmp_path / "rgb.mp4"]
+    for path, data in zip(paths, (rendered.data, reference.data), strict=True):
+        path.write_bytes(data)
+    ours, theirs = (decode_rgb(path) for path in paths)
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours.mean((0, 1, 2)), theirs.mean((0, 1, 2)), atol=0.5)
+    assert 10 * np.log10(255**2 / np.square(ours - theirs).mean()) > 30
