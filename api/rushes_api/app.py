@@ -87,7 +87,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         log.info("api_started", model=model.name)
         async with (
             beating(configured) as pulse,
-            watching(configured, sessions) as watcher,
+            watching(configured, sessions, on_change=figures.note_waiting) as watcher,
             forecasting(configured, sessions, model=model.name) as forecast,
         ):
             yield State(

@@ -2,17 +2,22 @@
 
 import asyncio
 import gc
+import resource
 import socket
+from contextlib import nullcontext
 from http import HTTPStatus
 
 import uvicorn
 from fastapi import FastAPI
 from rushes_core.ids import new_request_id
 from rushes_core.log import get_logger
+from rushes_core.settings import Settings
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rushes_api.app import create_app
-from rushes_api.errors import ApiError, render
+from rushes_api.errors import ApiError, Unavailable, render
+from rushes_api.figures import shared_figures
 
 log = get_logger(__name__)
 
@@ -33,6 +38,9 @@ class Protocol(HttpToolsProtocol):
     SILENT_SECONDS = 60.0
     """How long a client may take nothing of what is sent to it, or confirm nothing, before the kernel drops it."""
 
+    HARD_SHARE = 1.25
+    """Of the connections that are served, how many may be open: those between are told so, further ones are closed."""
+
     _head_bytes = 0
     _is_in_head = True
     _is_in_body = False
@@ -41,6 +49,12 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        settings: Settings | None = self.app_state.get("settings")
+        if settings is not None and len(self.connections) > settings.api_max_connections:
+            if len(self.connections) > self.HARD_SHARE * settings.api_max_connections:
+                transport.abort()
+                return
+            self.app = _Overloaded(self.app)  # pyright: ignore[reportAttributeAccessIssue]  the same in other words
         _bound_silence(transport, self.SILENT_SECONDS)
         self._expect_head()
 
@@ -136,6 +150,32 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class _Overloaded:
+    """What serves a connection beyond those that a process serves: it says so, and closes. Whoever asks whether the
+    process lives is answered: it does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/healthz":
+            await self._app(scope, receive, send)
+            return
+        request_id = new_request_id()
+        log.warning("request_refused", code=Overloaded.code, request_id=request_id)
+        response = render(Overloaded(), request_id=request_id, path=ascii(scope["path"])[1:-1], accept="")
+        response.headers["x-request-id"] = request_id
+        await response(scope, receive, send)
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__("Too many connections are open at present. Try again later.")
+        self.headers["Connection"] = "close"
+
+
 def _bound_silence(transport: asyncio.Transport, seconds: float) -> None:
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -143,6 +183,13 @@ def _bound_silence(transport: asyncio.Transport, seconds: float) -> None:
     # the application only waits until there is room: it cannot tell a slow client from one that never reads
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1_000 * seconds))
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets this process have: each connection is one, and the usual limit is a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def make_app() -> FastAPI:
@@ -161,6 +208,12 @@ def _keep_for_good() -> None:
 def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:
     """Serve until a signal. Several workers are processes that make an application each, from the environment."""
     _keep_for_good()
+    _allow_open_files()
+    with shared_figures() if workers > 1 else nullcontext():
+        _run(app, host=host, port=port, workers=workers)
+
+
+def _run(app: FastAPI, *, host: str, port: int, workers: int) -> None:
     uvicorn.run(
         app if workers == 1 else f"{__name__}:{make_app.__name__}",
         factory=workers > 1,

@@ -6,7 +6,7 @@ happened meanwhile it hears afterwards.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from dataclasses import dataclass
@@ -118,12 +118,18 @@ class Watcher:
     """Every seat of this process, and the one task that looks for all of them."""
 
     def __init__(
-        self, sessions: async_sessionmaker[AsyncSession], *, max_waiting: int, max_waiting_per_key: int
+        self,
+        sessions: async_sessionmaker[AsyncSession],
+        *,
+        max_waiting: int,
+        max_waiting_per_key: int,
+        on_change: Callable[[int], None],
     ) -> None:
         self.closing = False
         self._sessions = sessions
         self._max_waiting = max_waiting
         self._max_waiting_per_key = max_waiting_per_key
+        self._on_change = on_change
         self._taken: Counter[str] = Counter()
         self._num_taken = 0
         self._seats: dict[str, set[Seat]] = {}
@@ -145,10 +151,12 @@ class Watcher:
         seat = Seat(self)
         self._taken[api_key] += 1
         self._num_taken += 1
+        self._on_change(self._num_taken)
         try:
             yield seat
         finally:
             self._num_taken -= 1
+            self._on_change(self._num_taken)
             self._taken[api_key] -= 1
             if not self._taken[api_key]:
                 del self._taken[api_key]
@@ -284,10 +292,19 @@ class Watcher:
 
 
 @asynccontextmanager
-async def watching(settings: Settings, sessions: async_sessionmaker[AsyncSession]) -> AsyncGenerator[Watcher]:
-    """A watcher that looks until the end of the context, and sends everybody home when the process is asked to stop."""
+async def watching(
+    settings: Settings, sessions: async_sessionmaker[AsyncSession], *, on_change: Callable[[int], None]
+) -> AsyncGenerator[Watcher]:
+    """A watcher that looks until the end of the context, and sends everybody home when the process is asked to stop.
+
+    Args:
+        on_change: told how many wait whenever that changes.
+    """
     watcher = Watcher(
-        sessions, max_waiting=settings.api_max_waiting, max_waiting_per_key=settings.api_max_waiting_per_key
+        sessions,
+        max_waiting=settings.api_max_waiting,
+        max_waiting_per_key=settings.api_max_waiting_per_key,
+        on_change=on_change,
     )
     look = asyncio.create_task(watcher.run())
     try:

@@ -126,6 +126,8 @@ class Settings(DatabaseSettings):
     """How long a presigned download URL works."""
     api_max_body_bytes: Annotated[int, Field(ge=1_024, le=1_073_741_824)] = 1_048_576
     """Largest request body that is read."""
+    api_max_connections: Annotated[int, Field(ge=10, le=100_000)] = 2_000
+    """Connections that one API process serves at once; on more, requests are answered 503. Each is an open file."""
     api_max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 1_000
     """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
     api_max_waiting_per_key: Annotated[int, Field(ge=1, le=100_000)] = 250

@@ -2,15 +2,18 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from rushes_api.app import create_app
 from rushes_api.server import Protocol
 from rushes_cli.stack.ports import free_port
@@ -42,9 +45,9 @@ class ImpatientProtocol(Protocol):
 
 
 @contextmanager
-def serving(checkpoint: Path, protocol: type[Protocol], *, keep_alive_seconds: int = 5) -> Iterator[int]:
+def serving(checkpoint: Path, protocol: type[Protocol], *, keep_alive_seconds: int = 5, **values: Any) -> Iterator[int]:
     """The port of a server in this process; no database, store or Redis stands behind it."""
-    app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000))
+    app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000, **values))
     config = uvicorn.Config(
         app, http=protocol, ws="none", log_config=None, access_log=False, timeout_keep_alive=keep_alive_seconds
     )
@@ -242,29 +245,98 @@ class TestBeforeThereIsARequest:
         assert answer.count(b"HTTP/1.1 200 ") == 1
 
 
-def test_several_processes_share_a_port(checkpoint: Path) -> None:
+GET_HEALTH = "GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def served_by_two(checkpoint: Path, folder: Path) -> Iterator[tuple[int, Callable[[], set[int]]]]:
+    """The port of `rushes api --workers 2`, and what tells the processes that serve it. `folder` is for temporary
+    files."""
     port = free_port()
     command = [*RUSHES, "api", "--port", str(port), "--workers", "2"]
-    env = os.environ | settings_env(offline_settings(checkpoint))
+    env = os.environ | settings_env(offline_settings(checkpoint)) | {"TMPDIR": str(folder)}
 
-    def num_serving() -> int:
-        command_lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(server.pid)]
-        return sum(b"spawn_main" in line for line in command_lines)
-
-    def is_up() -> bool:
-        try:
-            return exchange(port, "GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")[9:12] == b"200"
-        except ConnectionRefusedError:
-            return False
+    def serving_pids() -> set[int]:
+        found: set[int] = set()
+        for pid in descendants(server.pid):
+            with suppress(OSError):
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.add(pid)
+        return found
 
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            wait_until(is_up)
-            assert num_serving() == 2
+            wait_until(lambda: is_up(port), timeout_seconds=60)
+            yield port, serving_pids
         finally:
             server.terminate()
     assert server.returncode == 0
-    assert not is_up()
+
+
+def is_up(port: int) -> bool:
+    try:
+        return exchange(port, GET_HEALTH)[9:12] == b"200"
+    except ConnectionRefusedError:
+        return False
+
+
+def test_several_processes_share_a_port(checkpoint: Path, tmp_path: Path) -> None:
+    with served_by_two(checkpoint, tmp_path) as (port, serving_pids):
+        assert len(serving_pids()) == 2
+    assert not is_up(port)
+
+
+def test_whichever_process_is_scraped_tells_of_all(checkpoint: Path, tmp_path: Path) -> None:
+    def counted() -> list[float]:
+        answer = exchange(port, f"GET /metrics HTTP/1.1\r\n{LINES}Connection: close\r\n\r\n").decode()
+        samples = [
+            sample
+            for family in text_string_to_metric_families(answer.partition("\r\n\r\n")[2])
+            for sample in family.samples
+        ]
+        return [
+            sample.value
+            for sample in samples
+            if (sample.name, sample.labels.get("route"))
+            in (("rushes_http_requests_total", "/healthz"), ("rushes_http_request_seconds_count", "/healthz"))
+        ]
+
+    def counting() -> set[int]:
+        return {int(path.stem.partition("_")[2]) for path in tmp_path.glob("rushes-figures-*/counter_*.db")}
+
+    with served_by_two(checkpoint, tmp_path) as (port, serving_pids):
+        wait_until(lambda: is_up(port) and counting() == serving_pids(), timeout_seconds=60)
+        (total, _) = counted()
+        for _ in range(20):
+            assert is_up(port)
+        assert [counted() for _ in range(10)] == [[total + 20] * 2] * 10
+        # one that is killed leaves what it has counted
+        victim = min(serving_pids())
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(serving_pids() - {victim}) == 2, timeout_seconds=60)
+        assert counted() == [total + 20] * 2
+    assert not list(tmp_path.glob("rushes-figures-*"))
+
+
+def test_connections_beyond_the_limit_are_told_so(checkpoint: Path) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\n{LINES}\r\n"
+    with serving(checkpoint, Protocol, api_max_connections=10) as port, ExitStack() as stack:
+        held = [stack.enter_context(connected(port)) for _ in range(10)]
+        for connection in held:
+            connection.sendall(request.encode())
+            assert received(connection, until=b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        answer = exchange(port, request)
+        assert error_code(answer, 503) == "overloaded"
+        assert b"retry-after: 5\r\n" in answer.lower()
+        assert b"connection: close\r\n" in answer.lower()
+        # the process lives, and nobody is to end it
+        assert is_up(port)
+        # idle ones beyond that are not kept at all
+        extra = [stack.enter_context(connected(port)) for _ in range(4)]
+        assert received(extra[-1]) == b""
+        for connection in [*extra, held[0]]:
+            connection.close()
+        wait_until(lambda: exchange(port, request.replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n"))[9:12] == b"200")
 
 
 def test_a_client_that_reads_nothing_is_dropped(checkpoint: Path) -> None:

@@ -24,13 +24,12 @@ _SECURITY: dict[str, Any] = {"security": [{"bearer": []}, {}]}
     openapi_extra=_SECURITY,
 )
 async def get_metrics(parameters: NoQuery, state: AppState) -> Response:
-    """Requests of this process, and the queue and the replicas as the database has them.
+    """Requests of the processes behind this port, and the queue and the replicas as the database has them.
 
     No key is needed where the deployment is set up so.
     """
     text = await state["metrics"].text(
         state["sessions"],
-        num_waiting=state["watcher"].num_waiting,
         seen_within_seconds=state["settings"].lease_seconds,
     )
     return Response(text, media_type=CONTENT_TYPE_LATEST)
