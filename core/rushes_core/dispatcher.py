@@ -1,4 +1,4 @@
-"""The dispatcher: wakes workers while work is ready, and runs the sweeper. Any number may run."""
+"""The dispatcher: wakes who has work, opens jobs, settles shares, measures, and runs the sweeper. Any number may run."""
 
 import signal
 import threading
@@ -41,7 +41,7 @@ _STOP_SECONDS = 5.0
 
 
 class Dispatcher:
-    """Opens held jobs and keeps hints in Redis; `run` repeats both."""
+    """One pass each of what keeps jobs moving; `run` repeats them."""
 
     def __init__(self, settings: Settings) -> None:
         self._engine: Engine = create_sync_engine(settings, pool_size=4)

@@ -1,4 +1,4 @@
-"""Statements of the sweeper on what has had its time: objects of deleted jobs, old clips, old keys."""
+"""Statements of the sweeper on what has had its time: objects of deleted jobs, old clips, old keys, idle shares."""
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
