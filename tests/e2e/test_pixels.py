@@ -38,11 +38,12 @@ def test_ranks_that_hand_over_420_make_the_clip_that_rgb_makes(
     with Image.open(io.BytesIO(poster)) as image:
         assert image.size == (480, 480)
 
-    # of what one rank hands over as RGB, swscale makes the same picture: only noise is encoded here, at 35 dB
+    # swscale makes the same picture of what one rank hands over as RGB. It is mostly noise: either clip is 32.5 dB from
+    # what went in, and they are 36.9 dB from each other
     paths = [tmp_path / "yuv.mp4", tmp_path / "rgb.mp4"]
     for path, data in zip(paths, (rendered.data, reference.data), strict=True):
         path.write_bytes(data)
     ours, theirs = (decode_rgb(path) for path in paths)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(ours.mean((0, 1, 2)), theirs.mean((0, 1, 2)), atol=0.5)
-    assert 10 * np.log10(255**2 / np.square(ours - theirs).mean()) > 30
+    assert 10 * np.log10(255**2 / np.square(ours - theirs).mean()) > 35

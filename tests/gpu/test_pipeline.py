@@ -10,6 +10,8 @@ from rushes_worker.model.transformer import Transformer
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.schedule import Schedule
+from rushes_worker.pixels import PixelFormat
+from support.media import yuv420
 from support.parallel import run_ranks
 from support.ranks import denoise, exercise_collectives
 from support.rendering import RecordingReporter, render_on_rank, render_whole, request
@@ -66,12 +68,25 @@ def test_renders_a_clip(checkpoint: Path) -> None:
     first, again = RecordingReporter(), RecordingReporter()
     for reporter in (first, again):
         render_whole(pipeline, request(width=384, height=320), reporter)
-    assert first.clip.shape == (107, 320, 384, 3)
-    assert first.clip.std() > 10
+    # what the encoder takes: 320 rows of Y, then U and V at half the size
+    assert first.pixels is PixelFormat.YUV420P
+    assert first.clip.shape == (107, 320 * 3 // 2, 384)
+    assert first.clip[:, :320].std() > 10
     assert first.samples is not None
     assert first.samples.shape == (2, 142_667)
     assert 0.01 < first.samples.std() < 1
     assert np.array_equal(first.clip, again.clip)
+
+
+def test_frames_are_those_of_rgb_in_another_form(checkpoint: Path) -> None:
+    one = request(width=384, height=320)
+    rgb, yuv = (
+        render_on_rank(SequenceParallel.single("cuda:0"), checkpoint, [one], [f"pixels={pixels}"])[0]
+        for pixels in PixelFormat
+    )
+    assert rgb.clip.shape == (107, 320, 384, 3)
+    # rounding to RGB moves luma by half a level of it, and by another half when that is rounded
+    assert np.abs(yuv.clip.astype(int) - yuv420(rgb.clip)).max() <= 1
 
 
 @pytest.mark.multigpu
