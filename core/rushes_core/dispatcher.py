@@ -1,4 +1,4 @@
-"""The dispatcher: wakes who has work, opens jobs, settles shares, measures, and runs the sweeper. Any number may run."""
+"""The dispatcher: wakes who has work, opens jobs, settles shares, and runs the sweeper. Any number may run."""
 
 import signal
 import threading
