@@ -33,10 +33,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
 _READ_TIMEOUT_SECONDS = 20
 """How long the store may be silent in the middle of an answer."""
-_CONNECTIONS = 32
-"""Kept open between requests: as many as the API has threads for them."""
 _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
+_CONNECTIONS = 32
+"""Kept open between requests: as many as the API has threads for them."""
 
 PART_BYTES = 5 * 1024 * 1024
 """The least that S3 takes as a part of an object, but for the last."""
@@ -135,11 +135,12 @@ class ObjectStore:
         return [self.in_bucket(name) for name in self._settings.output_buckets]
 
     def check(self) -> None:
-        """Raise `StorageError` unless the bucket answers, at once.
+        """Ask whether the bucket answers. Takes seconds at the most.
 
         Raises:
             ObjectMissing: there is no such bucket.
             StorageRefused: it may not be used.
+            StorageError: the store is away.
         """
         with _translated(f"bucket {self.bucket}"):
             self._clients.impatient.head_bucket(Bucket=self.bucket)
@@ -202,7 +203,7 @@ class ObjectStore:
 
     def presigned_url(self, key: str, *, filename: str, content_type: str, seconds: int) -> str:
         """A URL that gives `key` to anybody for `seconds`, signed for the endpoint that clients reach."""
-        url: str = self._public_client.generate_presigned_url(
+        url: str = self._clients.public.generate_presigned_url(
             "get_object",
             Params={
                 "Bucket": self.bucket,
@@ -268,10 +269,6 @@ class ObjectStore:
     @property
     def _client(self) -> Any:
         return self._clients.internal
-
-    @property
-    def _public_client(self) -> Any:
-        return self._clients.public
 
 
 class Upload:

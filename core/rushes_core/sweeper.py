@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from typing import TypeVar
 
 from sqlalchemy import Engine, Select, Update, text
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -16,7 +17,7 @@ from rushes_core.campaigns import statements
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
-from rushes_core.models import Job
+from rushes_core.models import File, Job
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
 from rushes_core.storage import FILES, RESULTS, Destination, ObjectStore, StoredItem, bucket_of_result, file_key
@@ -29,9 +30,11 @@ _AFTER_OUTAGE_SECONDS = 5.0
 _RESULT_KEY = re.compile(rf"(?P<folder>{RESULTS}[^/]+/(?:[^/]+/)*(?P<job_id>[^/]+)/[0-9]+-(?P<fence>[0-9]+)/)[^/]+")
 _FILE_KEY = re.compile(rf"{FILES}[^/]+/(?P<file_id>[^/]+)")
 
+_Owner = TypeVar("_Owner", Job, File)
+
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
-"""Jobs whose objects could not be removed after which a pass ends: the store is down, or refuses everything."""
+"""Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ class Sweeper:
 
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request; and those of deleted files."""
-        self._remove_objects(leftovers.unpurged, leftovers.mark_purged, "job_purged")
-        self._remove_files()
+        self._remove_objects(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
+        self._remove_objects(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
 
     def purge_again(self) -> None:
         """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
@@ -99,23 +102,10 @@ class Sweeper:
         A result key names its attempt's fence. The attempt can still complete only while the row holds that fence under
         a lease, and rows are read after the listing: an object that is an orphan then stays one.
         """
-        before = datetime.now(UTC) - self._orphan_age
         for store in self._store.buckets:
-            for page in store.list_pages(RESULTS):
-                orphans = self._orphans_of([item for item in page if item.modified < before], store.bucket)
-                if delete and orphans:
-                    store.delete_keys([orphan.key for orphan in orphans])
-                    for orphan in orphans:
-                        log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
-                yield from orphans
+            yield from self._orphans_below(RESULTS, store, partial(self._orphaned_results, store.bucket), delete=delete)
         # a file gets its row within seconds of its object, or never
-        for page in self._store.list_pages(FILES):
-            orphans = self._orphaned_files([item for item in page if item.modified < before])
-            if delete and orphans:
-                self._store.delete_keys([orphan.key for orphan in orphans])
-                for orphan in orphans:
-                    log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
-            yield from orphans
+        yield from self._orphans_below(FILES, self._store, self._orphaned_files, delete=delete)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -147,7 +137,19 @@ class Sweeper:
                 count += of_result.delete_prefix(_folder(job.result["key"]))
         return count
 
-    def _orphans_of(self, items: list[StoredItem], bucket: str) -> list[Orphan]:
+    def _orphans_below(
+        self, prefix: str, store: ObjectStore, sift: Callable[[list[StoredItem]], list[Orphan]], *, delete: bool
+    ) -> Iterator[Orphan]:
+        before = datetime.now(UTC) - self._orphan_age
+        for page in store.list_pages(prefix):
+            orphans = sift([item for item in page if item.modified < before])
+            if delete:
+                store.delete_keys([orphan.key for orphan in orphans])
+                for orphan in orphans:
+                    log.info("orphan_removed", key=orphan.key, num_bytes=orphan.num_bytes)
+            yield from orphans
+
+    def _orphaned_results(self, bucket: str, items: list[StoredItem]) -> list[Orphan]:
         # a key of another form is not ours to judge
         matches = [(item, match) for item in items if (match := _RESULT_KEY.fullmatch(item.key))]
         if not matches:
@@ -184,35 +186,26 @@ class Sweeper:
             if file_id not in known
         ]
 
-    def _remove_files(self) -> None:
-        """Remove the object of every deleted or expired file; one that stays is passed over until the next pass."""
-        failed: set[str] = set()
-        while len(failed) < _MAX_FAILURES:
-            with Session(self._engine, expire_on_commit=False) as session, session.begin():
-                found = session.scalars(files.unpurged(skip=failed)).all()
-            if not found:
-                return
-            for file in found:
-                try:
-                    self._store.delete_keys([file_key(file.project, file.id)])
-                except StorageError as error:
-                    failed.add(file.id)
-                    log.warning("objects_stay", file_id=file.id, error=str(error).splitlines()[0])
-                    continue
-                with self._engine.begin() as connection:
-                    connection.execute(files.mark_purged(file.id))
-                log.info("file_purged", file_id=file.id)
-
     def _remove_outlived(self) -> None:
-        self._remove_objects(leftovers.results_past_their_time, leftovers.mark_result_removed, "result_outlived")
+        finds: list[Callable[..., Select[Job]]] = [leftovers.results_past_their_time]
         if self._retention_days:
-            outlived = partial(leftovers.outlived_results, days=self._retention_days)
-            self._remove_objects(outlived, leftovers.mark_result_removed, "result_outlived")
+            finds.append(partial(leftovers.outlived_results, days=self._retention_days))
+        for find in finds:
+            self._remove_objects(find, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
 
-    def _remove_objects(self, find: Callable[..., Select[Job]], mark: Callable[[str], Update], event: str) -> None:
-        """Remove the objects of every job that `find` finds, and mark each.
+    def _remove_object_of(self, file: File) -> None:
+        self._store.delete_keys([file_key(file.project, file.id)])
 
-        A job whose objects stay is passed over: one locked object must not hold up all others.
+    def _remove_objects(
+        self,
+        find: Callable[..., Select[_Owner]],
+        remove: Callable[[_Owner], object],
+        mark: Callable[[str], Update],
+        event: str,
+    ) -> None:
+        """Remove the objects of every job or file that `find` finds, and mark each.
+
+        One whose objects stay is passed over: one locked object must not hold up all others.
         """
         failed: set[str] = set()
         while len(failed) < _MAX_FAILURES:
@@ -220,16 +213,17 @@ class Sweeper:
                 found = session.scalars(find(skip=failed)).all()
             if not found:
                 return
-            for job in found:
+            for row in found:
+                said = {"job_id" if isinstance(row, Job) else "file_id": row.id}
                 try:
-                    self._remove_objects_of(job)
+                    remove(row)
                 except StorageError as error:
-                    failed.add(job.id)
-                    log.warning("objects_stay", job_id=job.id, error=str(error).splitlines()[0])
+                    failed.add(row.id)
+                    log.warning("objects_stay", error=str(error).splitlines()[0], **said)
                     continue
                 with self._engine.begin() as connection:
-                    connection.execute(mark(job.id))
-                log.info(event, job_id=job.id)
+                    connection.execute(mark(row.id))
+                log.info(event, **said)
 
     def _forget_keys(self) -> None:
         while True:
@@ -244,11 +238,10 @@ class Sweeper:
                 log.info("dry_run_forgotten", campaign_id=campaign_id)
 
     def _abort_uploads(self) -> None:
-        for store in self._store.buckets:
-            for key in store.abort_uploads(RESULTS, before=datetime.now(UTC) - self._orphan_age):
+        before = datetime.now(UTC) - self._orphan_age
+        for store, prefix in (*((store, RESULTS) for store in self._store.buckets), (self._store, FILES)):
+            for key in store.abort_uploads(prefix, before=before):
                 log.info("upload_aborted", key=key)
-        for key in self._store.abort_uploads(FILES, before=datetime.now(UTC) - self._orphan_age):
-            log.info("upload_aborted", key=key)
 
     def _forget_idle_shares(self) -> None:
         try:
