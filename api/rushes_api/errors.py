@@ -218,8 +218,9 @@ def to_api_error(error: Exception) -> ApiError | None:
         case JobDeleted():
             return ApiError(str(error), code=error.code, status=HTTPStatus.GONE)
         case TransitionRefused():
+            wait = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
             return ApiError(
-                str(error), code=error.code, status=HTTPStatus.CONFLICT, headers={"x-should-retry": "false"}
+                str(error), code=error.code, status=HTTPStatus.CONFLICT, headers={"x-should-retry": "false"} | wait
             )
         case StorageError():
             return Unavailable("The object store did not answer. Try again later.", code="storage_unavailable")

@@ -34,7 +34,8 @@ def check_priority(priority: int, *, caller: Caller) -> None:
 
 async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str | None, priority: int) -> None:
     """Make sure that a job may be queued. To be called in the transaction that inserts it or queues it again, before
-    that: until its end no other one queues a job of the same key.
+    that: until its end no other one queues a job of a key with `max_queued`. The GPU-seconds of the day need no such
+    lock: they are counted when attempts end, so that what is accepted at the same time changes nothing of them.
 
     Args:
         api_key: the key that the job counts against; of a job that is queued again, the one that it was sent with.
@@ -46,10 +47,14 @@ async def reserve_place(session: AsyncSession, *, caller: Caller, api_key: str |
     is_unlimited = caller.max_queued is None and caller.daily_gpu_seconds is None
     if api_key is None or (api_key == caller.api_key and is_unlimited):
         return
-    limits = (await session.execute(keys.lock_limits(api_key))).first()
-    if limits is None:
+    found = None
+    if api_key == caller.api_key and caller.max_queued is None:
+        found = (await session.execute(keys.limits(api_key))).first()
+    if found is None or found[0] is not None:
+        found = (await session.execute(keys.lock_limits(api_key))).first()
+    if found is None:
         return
-    max_queued, daily_gpu_seconds = limits
+    max_queued, daily_gpu_seconds = found
     if max_queued is not None:
         num_queued = (await session.execute(keys.num_queued(api_key, at_most=max_queued))).scalar_one()
         if num_queued >= max_queued:

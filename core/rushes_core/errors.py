@@ -67,9 +67,17 @@ class JobDeleted(RushesError):
 
 
 class TransitionRefused(RushesError):
-    """The job is not, or no longer, in a state that allows the move."""
+    """The job is not, or no longer, in a state that allows the move.
+
+    Args:
+        retry_after: seconds after which it may be; None where to wait does not help.
+    """
 
     code = "invalid_state"
+
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class GenerationError(RushesError):

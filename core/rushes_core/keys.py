@@ -350,12 +350,14 @@ def with_usage() -> Select[ApiKey, ApiKeyUsage]:
     )
 
 
+def limits(key_id: str) -> Select[int | None, int | None]:
+    """`max_queued` and `daily_gpu_seconds` as they are now."""
+    return select(ApiKey.max_queued, ApiKey.daily_gpu_seconds).where(ApiKey.id == key_id)
+
+
 def lock_limits(key_id: str) -> Select[int | None, int | None]:
-    """`max_queued` and `daily_gpu_seconds` as they are now. Whoever counts jobs of the key under this lock has the last
-    word until the end of the transaction."""
-    return (
-        select(ApiKey.max_queued, ApiKey.daily_gpu_seconds).where(ApiKey.id == key_id).with_for_update(key_share=True)
-    )
+    """The same. Whoever counts jobs of the key under this lock has the last word until the end of the transaction."""
+    return limits(key_id).with_for_update(key_share=True)
 
 
 def num_queued(key_id: str, *, at_most: int) -> Select[int]:

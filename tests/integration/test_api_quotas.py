@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from rushes_api.deps import find_job
-from rushes_core import jobs
+from rushes_core import jobs, keys
 from rushes_core.fields import counted
 from rushes_core.models import ApiKeyUsage, Job
 from rushes_core.settings import Settings
@@ -197,6 +197,12 @@ class TestDailyGpuSeconds:
         self.spend(driver, key, seconds=5.0, day=datetime.now(UTC).date() - timedelta(days=1))
         accept(client, key)
         assert client.get("/v1/api_keys/me", headers=bearer(key)).json()["usage"]["gpu_seconds"] == 0
+
+    def test_requests_of_a_key_do_not_wait_for_one_another(self, client: TestClient, driver: JobDriver) -> None:
+        key = create_key(client, daily_gpu_seconds=1)
+        with driver.engine.begin() as other:
+            other.execute(keys.lock_limits(key["id"]))
+            accept(client, key)
 
     def test_a_job_that_never_ran_used_nothing(self, client: TestClient, driver: JobDriver) -> None:
         key = create_key(client, daily_gpu_seconds=1)

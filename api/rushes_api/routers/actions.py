@@ -17,6 +17,7 @@ from rushes_api.attempt import VideoAttempt, attempt_of, number_of
 from rushes_api.deps import AppState, CurrentCaller, CurrentJob, Session, WellFormedId, find_job, query
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
+from rushes_api.polling import MIN_POLL_MS
 from rushes_api.quota import reserve_place, take_place
 from rushes_api.view import CurrentView, ViewQuery
 from rushes_api.waiting import PREFER_HEADER, PreferredWait, answer_later
@@ -95,7 +96,10 @@ async def retry_video(
 
 def _not_retryable(job: Job) -> TransitionRefused:
     words = ", ".join(one.public_status for one in RETRYABLE_STATES)
-    return TransitionRefused(f"{job.id} is {job.state.public_status}; what can be retried is {words}")
+    return TransitionRefused(
+        f"{job.id} is {job.state.public_status}; what can be retried is {words}",
+        retry_after=None if job.state.is_final else MIN_POLL_MS // 1_000,
+    )
 
 
 _REMIX: dict[str, Any] = {"parameters": [KEY_HEADER, PREFER_HEADER], "requestBody": REMIX_BODY}
