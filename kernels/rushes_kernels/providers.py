@@ -80,10 +80,13 @@ def _triton_hurdle(device: torch.device, dtype: torch.dtype, head_dim: int, tile
 
 @cache
 def can_build_triton() -> bool:
-    """Whether Triton is here and what its launchers are built with: a C compiler and Python's headers."""
+    """Whether Triton is here and what it builds its launchers with: a C compiler, Python's headers and a cache."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return _missing_triton() is None and compiler is not None and headers.exists()
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    return _missing_triton() is None and compiler is not None and headers.exists() and os.access(there, os.W_OK)
 
 
 def _missing_triton() -> str | None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from rushes_kernels import providers
@@ -103,8 +105,11 @@ def test_colours_are_those_of_the_standard_in_limited_range(
         assert (plane == value).all()
 
 
-def test_triton_takes_frames_only_where_its_launchers_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_takes_frames_only_where_its_launchers_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "later" / "cache"))
     can_build = providers.can_build_triton.__wrapped__
     monkeypatch.setenv("CC", "cc")
     assert can_build()
@@ -113,5 +118,9 @@ def test_triton_takes_frames_only_where_its_launchers_can_be_built(monkeypatch: 
     assert not can_build()
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert can_build()
+    # as for a user who may not write there
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert not can_build()
+    monkeypatch.undo()
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
     assert not can_build()
