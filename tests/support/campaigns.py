@@ -27,6 +27,10 @@ TABLES = (
 )
 
 
+COST = 107 * 480 * 480 // 10_000
+"""Of a line of `openai_line`."""
+
+
 def jsonl(*lines: Any) -> bytes:
     """A file of these lines: bytes as they are, anything else as JSON."""
     return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
