@@ -255,6 +255,18 @@ class TestStop:
         assert {replica.state for replica in jobs.all_replicas()} == {"stopped"}
         assert not list(settings.scratch.iterdir())
 
+    def test_worker_that_still_tries_its_encoder_leaves_nothing(
+        self, settings: Settings, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker()
+        eventually(lambda: settings.scratch.is_dir() and list(settings.scratch.iterdir()))
+        processes = worker.descendants
+        worker.terminate()
+        assert worker.wait() == 128 + signal.SIGTERM
+        assert not any(is_alive(pid) for pid in processes)
+        assert not list(settings.scratch.iterdir())
+        assert not worker.events("worker_started")
+
     def test_worker_that_still_loads_can_be_stopped(self, jobs: Jobs, start_worker: StartWorker) -> None:
         worker = start_worker(env={"SCRIPTED_LOAD_SECONDS": "600"})
         eventually(lambda: worker.events("group_starting"))

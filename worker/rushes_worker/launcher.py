@@ -28,6 +28,7 @@ from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
 from rushes_worker.pipeline.options import SYNTHETIC, PipelineOptions, options_of, seed_of
 from rushes_worker.scratch import check_directory
+from rushes_worker.stopping import ignore_signals
 
 log = get_logger(__name__)
 
@@ -217,6 +218,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         weights: `synthetic` or `synthetic:SEED`; None: the checkpoint's.
     """
     configure_logging(settings.log_level, json=settings.log_json)
+    signal.signal(signal.SIGTERM, _leave)
     try:
         if weights is not None:
             settings = with_synthetic_weights(settings, weights)
@@ -248,4 +250,10 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
     log.info("worker_started", layout=str(wanted), device=devices.kind, visible=devices.visible, nodes=nodes)
     status = launcher.run()
     log.info("worker_stopped", status=status)
+    ignore_signals()
     return status
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Nothing is started yet; what is being tried tidies up after itself."""
+    sys.exit(128 + signum)

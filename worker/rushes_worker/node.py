@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rushes_core.contract import InferenceContract, load_contract
+from rushes_core.contract import load_contract
 from rushes_core.errors import CheckpointError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
@@ -45,6 +45,7 @@ from rushes_worker.node_link import (
     secret_of,
 )
 from rushes_worker.scratch import Scratch, check_directory
+from rushes_worker.stopping import ignore_signals
 from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
@@ -142,7 +143,7 @@ class Node:
         wanted = Layout.parse(welcome.layout)
         for what, ours, theirs in (
             ("version", version("rushes"), welcome.version),
-            ("checkpoint", _name(self._contract), _name(welcome.contract)),
+            ("checkpoint", self._contract.model_id, welcome.contract.model_id),
             ("contract of the checkpoint", self._contract, welcome.contract),
         ):
             if ours != theirs:
@@ -270,10 +271,6 @@ class _Epochs:
         log.info("ranks_ended", epoch=self._epoch)
 
 
-def _name(contract: InferenceContract) -> str:
-    return contract.model_id
-
-
 def parse_address(text: str, default_port: int) -> tuple[str, int]:
     """`HOST` or `HOST:PORT`.
 
@@ -323,4 +320,6 @@ def _serve(settings: Settings, address: tuple[str, int], device: str, scratch: S
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    return node.run()
+    status = node.run()
+    ignore_signals()
+    return status

@@ -1,5 +1,6 @@
 """Whether a replica was asked to stop, and how long its running job may still take."""
 
+import signal
 import time
 
 
@@ -27,3 +28,9 @@ class Stopping:
     def seconds_left(self) -> float:
         """Of the grace period; infinite while nobody asked."""
         return float("inf") if self._grace_ends is None else max(0.0, self._grace_ends - time.monotonic())
+
+
+def ignore_signals() -> None:
+    """Everything has ended: who asks again while the interpreter leaves does not change the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
