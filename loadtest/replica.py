@@ -82,7 +82,7 @@ def follow(worker: "subprocess.Popen[bytes]", log: Path, arguments: argparse.Nam
         elif event == "job_rendered":
             rendered += 1
             idle = record["idle_before_seconds"]
-            bench.report("job", at_seconds=record["at"], idle_before_seconds=idle, ahead=record["started_ahead"])
+            bench.report("job", at_seconds=record["at"], idle_before_seconds=idle, ahead=record["told_ahead"])
             if rendered == arguments.jobs:
                 break
     return rendered

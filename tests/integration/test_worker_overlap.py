@@ -123,7 +123,7 @@ class TestStartedAhead:
         assert done.started_at is not None
         assert jobs.entered(ahead, JobState.RUNNING) < done.started_at
         (rendered,) = [record for record in worker.events("job_rendered") if record["job_id"] == ahead]
-        assert rendered["started_ahead"]
+        assert rendered["told_ahead"]
         assert rendered["idle_before_seconds"] is not None
 
     def test_cancel_of_a_started_job_is_seen_when_its_turn_comes(self, worker: Worker, jobs: Jobs) -> None:
@@ -178,8 +178,8 @@ class TestStartedAhead:
         assert lost.state == JobState.RUNNING
         jobs.wait_completed(dying)
         jobs.wait_completed(ahead)
-        started = {record["job_id"]: record["started_ahead"] for record in worker.events("job_rendered")}
-        assert (started[dying], started[ahead]) == (False, False)
+        told = {record["job_id"]: record["told_ahead"] for record in worker.events("job_rendered")}
+        assert (told[dying], told[ahead]) == (False, False)
 
 
 @pytest.fixture
@@ -211,8 +211,8 @@ def test_job_whose_start_fails_is_given_up_and_the_one_behind_it_has_its_place(
         jobs.wait_completed(behind)
     (failure,) = worker.events("job_not_started")
     assert (failure["job_id"], failure["level"]) == (ahead, "error")
-    started = {record["job_id"]: record["started_ahead"] for record in worker.events("job_rendered")}
-    assert started == {decoding: False, behind: True}
+    told = {record["job_id"]: record["told_ahead"] for record in worker.events("job_rendered")}
+    assert told == {decoding: False, behind: True}
 
     # nobody renews its lease
     def reaped() -> bool:

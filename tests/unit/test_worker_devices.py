@@ -1,8 +1,7 @@
 import pytest
 from rushes_worker import devices
-from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, visible_devices
+from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, runs_on, visible_devices
 from rushes_worker.layout import Layout
-from rushes_worker.rank import runs_on
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-377e0049-2e4b-4f6a-8a5c-0d5f3e1b2c3d"

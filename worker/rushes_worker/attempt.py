@@ -128,7 +128,7 @@ class Attempt:
         self._lent: MediaProcess | None = None
         self._failure: Exception | None = None
         self._serial = 0
-        self._is_ahead = False
+        self._told_ahead = False
         self._early: list[tuple[int, Report]] = []
         self._idle_seconds: float | None = None
 
@@ -176,7 +176,7 @@ class Attempt:
 
         What stands in the way is the attempt's failure, which `render` returns with.
         """
-        self._is_ahead = behind > 0
+        self._told_ahead = behind > 0
         self._lent = self._workshop.media.lend()
         try:
             self._directory.mkdir()
@@ -216,7 +216,7 @@ class Attempt:
         self._report()
         try:
             self._follow(group, following)
-            log.info("job_rendered", idle_before_seconds=self._idle_seconds, started_ahead=self._is_ahead)
+            log.info("job_rendered", idle_before_seconds=self._idle_seconds, told_ahead=self._told_ahead)
             return True
         except GroupLost as lost:
             # at the end of the grace period the group goes with the worker: that is no crash of the job's
@@ -296,7 +296,7 @@ class Attempt:
                     job.width,
                     job.height,
                     job.num_frames,
-                    comment=comment_of(job, self._workshop.contract, self._workshop.provenance),
+                    comment=_comment_of(job, self._workshop.contract, self._workshop.provenance),
                     by_products=_by_products_of(job),
                 )
             )
@@ -529,7 +529,7 @@ class Attempt:
         return min(_TICK_SECONDS, self._workshop.stopping.seconds_left)
 
 
-def comment_of(job: ClaimedJob, contract: InferenceContract, provenance: str) -> str:
+def _comment_of(job: ClaimedJob, contract: InferenceContract, provenance: str) -> str:
     """What the file of a clip says of how it was made, by the setting `provenance`."""
     if provenance == "off":
         return ""
@@ -550,7 +550,7 @@ def _by_products_of(job: ClaimedJob) -> tuple[str, ...]:
     return tuple(variant.name for variant in wanted)
 
 
-class RenderFailed(GenerationError):
+class _RenderFailed(GenerationError):
     """A rank reported an error of its pipeline."""
 
     def __init__(self, failure: Failed) -> None:
@@ -583,11 +583,11 @@ class _PhaseClock:
         self._entered = now
 
 
-def _first_error(outcomes: dict[int, Outcome]) -> InvalidRequest | RenderFailed | None:
+def _first_error(outcomes: dict[int, Outcome]) -> InvalidRequest | _RenderFailed | None:
     # a rank without memory leaves the others with errors of their own
     for outcome in sorted(outcomes.values(), key=lambda one: getattr(one, "code", "") != OutOfMemory.code):
         if isinstance(outcome, Refused):
             return InvalidRequest(outcome.message)
         if isinstance(outcome, Failed):
-            return RenderFailed(outcome)
+            return _RenderFailed(outcome)
     return None

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,22 @@ def torch_cuda_build() -> str | None:
     path = Path(next(iter(found.submodule_search_locations))) / "version.py"
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([0-9.]+)['\"]", path.read_text(), re.MULTILINE)
     return match[1] if match else None
+
+
+def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether code for `architectures`, as torch lists them, runs on a device of `capability`.
+
+    Machine code (`sm_90`) runs on later devices of the same major version, that for one device alone (`sm_90a`) on
+    that; code to be translated (`compute_90`) on all later ones.
+    """
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")
+        made_for = (int(digits[:-1]), int(digits[-1]))
+        is_portable = kind == "compute" or made_for[0] == capability[0]
+        if made_for == capability or (made_for < capability and is_portable and not number.endswith("a")):
+            return True
+    return False
 
 
 def _same_device(one: str, other: str) -> bool:

@@ -83,7 +83,6 @@ class RankGroup:
         self.ended = False
         self._plan = plan
         self._serial = 0
-        self._ready: set[int] = set()
         self._patience: float | None = None
         self._heard_at = 0.0
         self._waiting_for = ""
@@ -117,12 +116,12 @@ class RankGroup:
     @property
     def is_ready(self) -> bool:
         """Whether every rank has loaded its share."""
-        return len(self._ready) == self._plan.sp
+        return len(self._devices) == self._plan.sp
 
     @property
     def loading(self) -> Loading | None:
         """How far the slowest rank is that is not ready."""
-        waited_for = [self._loading[rank] for rank in self._loading.keys() - self._ready]
+        waited_for = [self._loading[rank] for rank in self._loading.keys() - self._devices.keys()]
         return min(waited_for, key=lambda one: one.done_bytes, default=None)
 
     def render(self, request: RenderRequest, directory: Path, *, behind: int = 0) -> int:
@@ -245,7 +244,6 @@ class RankGroup:
         if isinstance(report, Loading):
             self._loading[rank] = report
         elif isinstance(report, Ready):
-            self._ready.add(rank)
             self._devices[rank] = report
         elif isinstance(report, MemoryUsed):
             self._devices[rank] = replace(self._devices[rank], memory_used_bytes=report.used_bytes)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -38,6 +38,7 @@ from rushes_worker.commands import (
     Stopped,
     Unfit,
 )
+from rushes_worker.devices import runs_on
 from rushes_worker.idle import IdleClock
 from rushes_worker.loading import LoadWatcher
 from rushes_worker.pipeline.base import Cancelled, Pipeline, Remainder
@@ -48,8 +49,6 @@ log = get_logger("rushes_worker.rank")
 
 _EXHAUSTED = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What libraries below torch's allocator say of a device without memory."""
-
-
 _NEXT_POLL_SECONDS = 0.001
 """How often the next render is looked for while the device finishes this one."""
 
@@ -249,22 +248,6 @@ def _open_device(boot: Boot) -> str:
             f"{capability[0]}.{capability[1]}, {build} has code for {' '.join(torch.cuda.get_arch_list())}"
         )
     return f"{torch.cuda.get_device_name(ordinal)}, {build}"
-
-
-def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether code for `architectures`, as torch lists them, runs on a device of `capability`.
-
-    Machine code (`sm_90`) runs on later devices of the same major version, that for one device alone (`sm_90a`) on
-    that; code to be translated (`compute_90`) on all later ones.
-    """
-    for architecture in architectures:
-        kind, _, number = architecture.partition("_")
-        digits = number.rstrip("af")
-        made_for = (int(digits[:-1]), int(digits[-1]))
-        is_portable = kind == "compute" or made_for[0] == capability[0]
-        if made_for == capability or (made_for < capability and is_portable and not number.endswith("a")):
-            return True
-    return False
 
 
 def _memory(boot: Boot) -> tuple[int, int]:
