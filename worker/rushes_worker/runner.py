@@ -30,23 +30,12 @@ that is behind:
 
 from collections.abc import Callable
 
-from rushes_core.contract import InferenceContract
-from rushes_core.storage import ObjectStore
 from structlog.contextvars import bound_contextvars
 
 from rushes_worker.ahead import Ahead
 from rushes_worker.attempt import Attempt, Workshop
-from rushes_worker.crashes import Crashes
-from rushes_worker.deadlines import Deadlines
 from rushes_worker.group import RankGroup
-from rushes_worker.heartbeat import Heartbeat
-from rushes_worker.ledger import Claim, Ledger
-from rushes_worker.media.pool import MediaPool
-from rushes_worker.scratch import Scratch
-from rushes_worker.spool import Spool
-from rushes_worker.stage_times import StageTimes
-from rushes_worker.stopping import Stopping
-from rushes_worker.wake import Wake
+from rushes_worker.ledger import Claim
 
 
 class Runner:
@@ -61,38 +50,9 @@ class Runner:
     """
 
     def __init__(
-        self,
-        *,
-        contract: InferenceContract,
-        provenance: str,
-        deadlines: Deadlines,
-        ledger: Ledger,
-        heartbeat: Heartbeat,
-        media: MediaPool,
-        store: ObjectStore,
-        scratch: Scratch,
-        spool: Spool,
-        crashes: Crashes,
-        stopping: Stopping,
-        wake: Wake,
-        take_ahead: Callable[[], Claim | None],
-        on_turn: Callable[[str], None],
+        self, workshop: Workshop, *, take_ahead: Callable[[], Claim | None], on_turn: Callable[[str], None]
     ) -> None:
-        self._workshop = Workshop(
-            contract=contract,
-            provenance=provenance,
-            deadlines=deadlines,
-            ledger=ledger,
-            heartbeat=heartbeat,
-            media=media,
-            store=store,
-            scratch=scratch,
-            spool=spool,
-            crashes=crashes,
-            stopping=stopping,
-            wake=wake,
-            stage_times=StageTimes(ledger.measured_phases),
-        )
+        self._workshop = workshop
         self._take_ahead = take_ahead
         self._on_turn = on_turn
         self._num_on_ranks = 0

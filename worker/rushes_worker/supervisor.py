@@ -30,6 +30,7 @@ from rushes_core.settings import Settings, get_settings
 from rushes_core.storage import ObjectStore
 
 from rushes_worker.assignment import EXIT_UNFIT, Assignment
+from rushes_worker.attempt import Workshop
 from rushes_worker.child import end_with_parent
 from rushes_worker.claimer import Claimer
 from rushes_worker.commands import Loading, Ready
@@ -48,6 +49,7 @@ from rushes_worker.pipeline.options import options_of, revision_of
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
+from rushes_worker.stage_times import StageTimes
 from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 
@@ -105,7 +107,7 @@ class Supervisor:
         self._media = MediaPool(lambda: MediaProcess(encoder, device=device))
         self._spool = Spool(max_jobs=settings.spool_jobs, max_bytes=settings.spool_bytes, on_change=self._poke)
         self._crashes = Crashes(settings.drain_after_crashes)
-        self._runner = Runner(
+        workshop = Workshop(
             contract=served,
             provenance=settings.provenance,
             deadlines=Deadlines.of(settings),
@@ -118,9 +120,9 @@ class Supervisor:
             crashes=self._crashes,
             stopping=self._stopping,
             wake=self._wake,
-            take_ahead=self._take_ahead,
-            on_turn=self._show_turn,
+            stage_times=StageTimes(self._ledger.measured_phases),
         )
+        self._runner = Runner(workshop, take_ahead=self._take_ahead, on_turn=self._show_turn)
         self._claimer = Claimer(
             settings,
             ledger=self._ledger,
