@@ -27,7 +27,7 @@ from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
 from rushes_worker.connections import Connections
 from rushes_worker.ledger import Ledger
-from sqlalchemy import bindparam, text
+from sqlalchemy import Engine, bindparam, text
 from sqlalchemy.orm import load_only
 
 RESULT: dict[str, Any] = {
@@ -61,14 +61,14 @@ def through_driver(settings: Settings, owner: str, until: float) -> int:
     complete = Prepared(jobs.complete(job_id, fence=fence, result=RESULT, timings=TIMINGS).options(state))
     connections = Connections(settings)
     count = 0
-    with connections.lend() as cursor:
+    with connections.lend() as session:
         while time.monotonic() < until:
-            row = claim.execute(cursor).fetchone() or claim_any.execute(cursor).fetchone()
-            if row is None:
+            found = claim.execute(session) or claim_any.execute(session)
+            if not found:
                 break
-            held = {"job_id": row["id"], "fence": row["fence"]}
-            assert start.execute(cursor, **held).fetchone() is not None
-            assert complete.execute(cursor, **held).fetchone() is not None
+            held = {"job_id": found[0]["id"], "fence": found[0]["fence"]}
+            assert start.execute(session, **held)
+            assert complete.execute(session, **held)
             count += 1
     connections.close()
     return count
@@ -119,6 +119,16 @@ def complete_jobs(client: str, settings: Settings, owner: str, until: float) -> 
     return count, time.process_time() - used
 
 
+def written(engine: Engine) -> tuple[int, int]:
+    """Transactions that were committed in the database, and bytes of write-ahead log, since some time."""
+    with engine.connect() as connection:
+        commits = connection.execute(
+            text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
+        ).scalar_one()
+        size = connection.execute(text("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')")).scalar_one()
+    return commits, int(size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -135,11 +145,14 @@ def main() -> None:
             with get_context("spawn").Pool(processes) as pool:
                 # the processes have imported everything when the clock starts
                 pool.map(time.sleep, [0.5] * processes)
+                commits, wal_bytes = written(engine)
                 server_cpu = bench.postgres_cpu_seconds(engine)
                 until = time.monotonic() + arguments.seconds
                 tasks = [(client, settings, f"load-r{number}#bench", until) for number in range(processes)]
                 done = pool.starmap(complete_jobs, tasks, chunksize=1)
             server_after = bench.postgres_cpu_seconds(engine)
+            # the clients have ended, and with that told what they committed
+            commits_after, wal_bytes_after = written(engine)
             count = sum(jobs_done for jobs_done, _ in done)
             assert count < arguments.jobs, "no jobs were left: the figure would be too low"
             with engine.connect() as connection:
@@ -157,6 +170,8 @@ def main() -> None:
                 server_cpu_ms_per_job=(
                     None if server_cpu is None or server_after is None else 1_000 * (server_after - server_cpu) / count
                 ),
+                transactions_per_job=(commits_after - commits) / count,
+                wal_bytes_per_job=round((wal_bytes_after - wal_bytes) / count),
                 load_average=Path("/proc/loadavg").read_text().split()[0],
             )
         engine.dispose()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from sqlalchemy import BindParameter, Integer, select, text
+from sqlalchemy import CTE, BindParameter, Integer, select, text
+from sqlalchemy.sql.elements import KeyedColumnElement
 from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
 from rushes_core.models import Job
@@ -91,8 +92,8 @@ WHERE urgency.priority < :than AND share.project <> ALL (ARRAY(SELECT project FR
     AND '*' <> ALL (ARRAY(SELECT project FROM queue_pauses))
 LIMIT 1
 """)
-_CLAIM = """
-WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
+_CLAIM = """\
+ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by the update
     {ready}
 ), charge AS MATERIALIZED (
     -- who waits alone has nobody to share with; a share that another one still has is of a project that comes again
@@ -127,7 +128,6 @@ WITH ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again 
         virtual_time = CASE WHEN virtual_time > 0 THEN virtual_time ELSE charge.clock END + charge.amount
     FROM charge WHERE project_shares.project = charge.project AND charge.amount IS NOT NULL
 )
-SELECT * FROM claimed
 """
 
 
@@ -184,21 +184,49 @@ def claim(
         may_wait: without it, projects whose share another claim is changing are passed over, for others of the same
             class. One that is to find a job wherever there is one waits for the other's commit.
     """
-    columns = [column for column in Job.__table__.columns if only is None or column.name in only]
+    columns = _columns(only)
     next_job = _CANDIDATE.format(share="share" if may_wait else _LOCKED_SHARE, otherwise="" if may_wait else _NOT_FREE)
-    statement = _CLAIM.format(
-        ready=next_job if patience_seconds is None else _OVERDUE,
-        columns=", ".join(f"jobs.{column.name}" for column in columns),
-    )
-    values: dict[str, Any] = {
+    values = _values(model, owner, lease_seconds)
+    if patience_seconds is not None:
+        values["patience"] = patience_seconds
+    statement = _claim(next_job if patience_seconds is None else _OVERDUE, columns)
+    statement = text(f"WITH {statement} SELECT * FROM claimed").columns(*columns).bindparams(**values)
+    return cast("TypedReturnsRows[Job]", select(Job).from_statement(statement))
+
+
+def claim_along(
+    started: CTE, *, model: str, owner: str, lease_seconds: float, only: Collection[str] | None = None
+) -> TextualSelect:
+    """`claim` in one statement with the start of another job: the same transaction, and one trip to the server.
+
+    It waits for no other claim. One row: `started`, the state that the other job went to or null, and the columns of
+    the job that was claimed, all null if none was.
+
+    Args:
+        started: `jobs.started`.
+    """
+    columns = _columns(only)
+    statement = _claim(_CANDIDATE.format(share=_LOCKED_SHARE, otherwise=_NOT_FREE), columns)
+    # the start first: what waits for its row holds nothing yet that other claims wait for
+    found = "SELECT state AS started, claimed.* FROM (VALUES (1)) LEFT JOIN started ON true LEFT JOIN claimed ON true"
+    # goes on where the WITH of the start ends
+    along = text(f", {statement} {found}").bindparams(**_values(model, owner, lease_seconds))
+    return along.columns(started.c.state.label("started"), *columns).add_cte(started)
+
+
+def _columns(only: Collection[str] | None) -> list[KeyedColumnElement[Any]]:
+    return [column for column in Job.__table__.columns if only is None or column.name in only]
+
+
+def _claim(ready: str, columns: list[KeyedColumnElement[Any]]) -> str:
+    return _CLAIM.format(ready=ready, columns=", ".join(f"jobs.{column.name}" for column in columns))
+
+
+def _values(model: str, owner: str, lease_seconds: float) -> dict[str, Any]:
+    return {
         "model": model,
         "owner": owner,
         "name": owner.partition("#")[0],
         "lease_seconds": lease_seconds,
         "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
     }
-    if patience_seconds is not None:
-        values["patience"] = patience_seconds
-    return cast(
-        "TypedReturnsRows[Job]", select(Job).from_statement(text(statement).columns(*columns).bindparams(**values))
-    )

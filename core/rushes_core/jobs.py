@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import (
+    CTE,
     BindParameter,
     Select,
     Update,
@@ -94,11 +95,19 @@ def create(**values: Any) -> ReturningInsert[Job]:
 
 def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdate[Job]:
     """CLAIMED -> RUNNING: the last moment at which a cancel, a deadline or its campaign can win without an attempt."""
+    return _start(job_id, fence, lease_seconds).returning(Job)
+
+
+def started(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> CTE:
+    """`start` as a part of another statement, with the `state` that it led to."""
+    return _start(job_id, fence, lease_seconds).returning(Job.state).cte("started")
+
+
+def _start(job_id: _Id, fence: _Fence, lease_seconds: float) -> Update:
     return (
         _update_jobs()
         .where(_held(job_id, fence, JobState.RUNNING), ~_MUST_STOP, Job.lease_until > func.now())
         .values(state=JobState.RUNNING, started_at=func.now(), lease_until=_in(lease_seconds))
-        .returning(Job)
     )
 
 

@@ -18,8 +18,14 @@ REPLICA = "bench-r0#1"
 
 
 @pytest.fixture
-def claimer(settings: Settings, rows: JobRows) -> Iterator[Claimer]:
+def ledger(settings: Settings) -> Iterator[Ledger]:
     ledger = Ledger(settings, replica_id=REPLICA, model=MODEL)
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def claimer(settings: Settings, rows: JobRows, ledger: Ledger) -> Iterator[Claimer]:
     replica = {"pool": "default", "layout": "r1s1", "model": MODEL, "device": "cpu", "state": "busy", "epoch": 1}
     heartbeat = Heartbeat(
         settings,
@@ -44,7 +50,6 @@ def claimer(settings: Settings, rows: JobRows) -> Iterator[Claimer]:
     yield claimer
     claimer.close()
     heartbeat.close()
-    ledger.close()
 
 
 def taken(take: Callable[[], Claim | None]) -> str:
@@ -85,3 +90,38 @@ def states(rows: JobRows, job_id: str) -> list[str]:
     with rows.engine.begin() as connection:
         told = text("SELECT new_state FROM job_events WHERE job_id = :id ORDER BY id")
         return list(connection.execute(told, {"id": job_id}).scalars())
+
+
+class TestStarts:
+    def test_the_start_of_a_taken_job_holds_the_next(self, rows: JobRows, claimer: Claimer, ledger: Ledger) -> None:
+        first, second = rows.add().id, rows.add().id
+        claims: list[Claim | None] = []
+        wait_until(lambda: claims.append(claimer.take()) or claims[-1] is not None)
+        assert claims[-1] is not None
+        assert claims[-1].job.id == first
+        assert rows.read(second).state is JobState.QUEUED
+        assert ledger.start(claims[-1].lease)
+        # without the thread, which would take until its next tick
+        behind = claimer.take()
+        assert behind is not None
+        assert behind.job.id == second
+
+    def test_a_start_leaves_the_next_to_a_replica_that_is_idle(
+        self, rows: JobRows, claimer: Claimer, ledger: Ledger
+    ) -> None:
+        claims: list[Claim | None] = []
+        rows.add()
+        wait_until(lambda: claims.append(claimer.take()) or claims[-1] is not None)
+        with rows.engine.begin() as connection:
+            connection.execute(
+                text(
+                    "INSERT INTO replicas (id, pool, layout, model, device, state, epoch, detail)"
+                    " VALUES ('other-r0#1', 'default', 'r1s1', :model, 'cpu', 'ready', 1, '{}')"
+                ),
+                {"model": MODEL},
+            )
+        left = rows.add().id
+        assert claims[-1] is not None
+        assert ledger.start(claims[-1].lease)
+        assert claimer.take() is None
+        assert rows.read(left).state is JobState.QUEUED

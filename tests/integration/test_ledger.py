@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from rushes_core import backlog, jobs
+from rushes_core.claims import OVERDUE_EVERY
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
@@ -11,7 +12,7 @@ from rushes_core.states import JobState
 from rushes_worker import connections
 from rushes_worker.connections import UNREACHABLE, Connections
 from rushes_worker.lease import Lease
-from rushes_worker.ledger import Ledger, LedgerUnreachable
+from rushes_worker.ledger import Claim, Ledger, LedgerUnreachable
 from sqlalchemy import bindparam, make_url, select, text
 from support.faults.proxy import Mode, TcpProxy
 from support.job_rows import ERROR, MODEL, RESULT, JobRows
@@ -56,6 +57,88 @@ def test_a_job_goes_through_with_what_its_replica_needs_to_know(rows: JobRows, l
     job = rows.read(added.id)
     assert (job.state, job.result, job.timings, job.lease_owner) == (JobState.COMPLETED, RESULT, {"total": 1.5}, None)
     assert ledger.claim(()) is None
+
+
+class _Wanting:
+    """Wants a job with each start, until it has one."""
+
+    def __init__(self) -> None:
+        self.claim: Claim | None = None
+
+    def ask(self) -> bool:
+        return self.claim is None
+
+    def tell(self, claim: Claim | None) -> None:
+        self.claim = claim
+
+
+class TestStartsThatClaim:
+    @pytest.fixture
+    def along(self, ledger: Ledger) -> _Wanting:
+        along = _Wanting()
+        ledger.claim_with_starts(along)
+        return along
+
+    def test_the_next_job_is_claimed_in_the_transaction_that_starts_one(
+        self, rows: JobRows, ledger: Ledger, along: _Wanting
+    ) -> None:
+        for _ in range(3):
+            rows.add(request={"metadata": {"a": "b"}})
+        lease = held(ledger)
+        assert ledger.start(lease)
+        assert along.claim is not None
+        job = rows.read(along.claim.job.id)
+        assert (job.state, job.fence, job.lease_owner) == (JobState.CLAIMED, along.claim.lease.fence, REPLICA)
+        assert (along.claim.job.request, along.claim.job.attempt) == (job.request, 1)
+        with rows.engine.connect() as connection:
+            writers = connection.execute(text("SELECT count(DISTINCT xmin::text) FROM jobs WHERE state <> 'queued'"))
+            assert writers.scalar_one() == 1
+        assert ledger.start(along.claim.lease)
+        assert [rows.read(one).state for one in (lease.job_id, job.id)] == [JobState.RUNNING] * 2
+
+    def test_one_alone_is_started_all_the_same(self, rows: JobRows, ledger: Ledger, along: _Wanting) -> None:
+        rows.add()
+        assert ledger.start(held(ledger))
+        assert along.claim is None
+
+    def test_a_job_that_is_not_to_start_does_not_keep_the_next_from_being_claimed(
+        self, rows: JobRows, ledger: Ledger, along: _Wanting
+    ) -> None:
+        rows.add()
+        lease = held(ledger)
+        rows.run(jobs.cancel(lease.job_id, project="default"))
+        behind = rows.add().id
+        assert not ledger.start(lease)
+        assert rows.read(lease.job_id).state is JobState.CLAIMED
+        assert along.claim is not None
+        assert along.claim.job.id == behind
+
+    def test_a_reply_that_was_lost_leaves_the_one_started_and_the_other_given_back_with_the_next_claim(
+        self, rows: JobRows, ledger: Ledger, along: _Wanting, proxy: TcpProxy
+    ) -> None:
+        for _ in range(2):
+            rows.add()
+        lease = held(ledger)
+        proxy.set(Mode.LOSE_REPLY, triggers=(REPLICA.encode(),), budget=1)
+        assert ledger.start(lease)
+        assert proxy.strikes == 1
+        assert rows.read(lease.job_id).state is JobState.RUNNING
+        assert along.claim is None
+        behind = ledger.claim((lease.fence,))
+        assert behind is not None
+        assert (behind.job.attempt, behind.lease.fence > lease.fence + 1) == (1, True)
+
+    def test_one_in_twenty_looks_for_what_has_waited_too_long_in_a_claim_of_its_own(
+        self, rows: JobRows, ledger: Ledger, along: _Wanting
+    ) -> None:
+        for _ in range(OVERDUE_EVERY + 1):
+            rows.add()
+        claims = [held(ledger) for _ in range(OVERDUE_EVERY - 1)]
+        assert ledger.start(claims[0])
+        assert along.claim is None
+        held(ledger)
+        assert ledger.start(claims[1])
+        assert along.claim is not None
 
 
 class TestEnds:
@@ -202,9 +285,9 @@ def test_a_prepared_statement_takes_its_values_and_those_that_it_is_given(settin
     statement = Prepared(select(Job.state, Job.request).where(Job.id == bindparam("job_id"), Job.project == "p"))
     pause = Prepared(backlog.pause_queue("p"), keep=False)
     lender = Connections(settings)
-    with lender.lend() as cursor:
+    with lender.lend() as session:
         for job_id, found in ((job.id, [{"state": "queued", "request": job.request}]), ("another", [])):
-            assert statement.execute(cursor, job_id=job_id, nothing="of it").fetchall() == found
-        assert [row["project"] for row in pause.execute(cursor)] == ["p"]
+            assert statement.execute(session, job_id=job_id, nothing="of it") == found
+        assert [row["project"] for row in pause.execute(session)] == ["p"]
     lender.close()
     rows.run(backlog.resume_queue("p"))

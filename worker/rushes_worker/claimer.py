@@ -34,11 +34,12 @@ def log_stopped(state: JobState, **fields: Any) -> None:
 
 
 class Claimer:
-    """A thread that holds at most one job that nobody has taken yet.
+    """A thread that holds at most one job that nobody has taken yet. Implements `ledger.Along`.
 
-    A held job's lease is renewed like every other; it is started when it is taken. While this replica is busy, a job is
-    claimed ahead only if no other replica is idle, which would start it at once. A held job is given back, with nothing
-    counted, when the replica stops, drains or has no ranks, and when a more urgent one takes its place.
+    A held job's lease is renewed like every other; it is started when it is taken, and the next one is claimed in the
+    transaction that starts it. While this replica is busy, a job is claimed ahead only if no other replica is idle,
+    which would start it at once. A held job is given back, with nothing counted, when the replica stops, drains or has
+    no ranks, and when a more urgent one takes its place.
 
     Args:
         has_room: whether one more job may be held, told whether the one taken last is still on the ranks; asked before
@@ -68,6 +69,8 @@ class Claimer:
         self._replica_id = replica_id
         self._wake = wake
         self._lock = threading.Lock()
+        self._claiming = threading.Lock()
+        """Held by who claims."""
         self._claim: Claim | None = None
         self._foremost: Claim | None = None
         self._is_asked = False
@@ -77,6 +80,7 @@ class Claimer:
         self._closing = False
         self._reachable = True
         self._thread = threading.Thread(target=self._run, name="claimer", daemon=True)
+        ledger.claim_with_starts(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -92,11 +96,14 @@ class Claimer:
         self._wake.poke()
 
     def take(self) -> Claim | None:
-        """The held job, if there is one; the ranks are done with the one taken before. The next is claimed at once."""
+        """The held job, if there is one, to be started at once; the ranks are done with the one taken before."""
         with self._lock:
             claim, self._claim = self._claim, None
             was_busy, self._busy = self._busy, claim is not None
-        if claim is not None or was_busy:
+        if claim is not None:
+            # its start looks for the next
+            self._due = True
+        elif was_busy:
             self.hint()
         return claim
 
@@ -115,8 +122,28 @@ class Claimer:
             self._is_asked = True
             self._wake.poke()
             return None
-        self.hint()
+        self._due = True
         return claim
+
+    def ask(self) -> bool:
+        if self._claiming.acquire(blocking=False):
+            try:
+                if self._may_claim() and not (self._busy and self._ledger.other_is_idle()):
+                    return True
+            except UNREACHABLE:
+                log.debug("claim_failed", reason="whether another replica is idle is not known")
+            self._claiming.release()
+        self.hint()
+        return False
+
+    def tell(self, claim: Claim | None) -> None:
+        try:
+            if claim is not None:
+                self._hold(claim)
+        finally:
+            self._claiming.release()
+        if claim is None:
+            self.hint()
 
     def hint(self) -> None:
         """There may be work."""
@@ -169,18 +196,24 @@ class Claimer:
         return not is_held and self._serving and self._has_room(busy)
 
     def _try_claim(self) -> None:
-        try:
-            if self._busy and self._ledger.other_is_idle():
+        with self._claiming:
+            # a start may have claimed one meanwhile
+            if not self._may_claim():
                 return
-            claim = self._ledger.claim(self._heartbeat.fences)
-        except UNREACHABLE as error:
-            if self._reachable:
-                log.warning("claim_failed", error=str(error).splitlines()[0])
-            self._reachable = False
-            return
-        self._reachable = True
-        if claim is None:
-            return
+            try:
+                if self._busy and self._ledger.other_is_idle():
+                    return
+                claim = self._ledger.claim(self._heartbeat.fences)
+            except UNREACHABLE as error:
+                if self._reachable:
+                    log.warning("claim_failed", error=str(error).splitlines()[0])
+                self._reachable = False
+                return
+            self._reachable = True
+            if claim is not None:
+                self._hold(claim)
+
+    def _hold(self, claim: Claim) -> None:
         self._heartbeat.hold(claim.lease)
         with self._lock:
             self._claim = claim
@@ -206,7 +239,8 @@ class Claimer:
         try:
             if not self._ledger.more_urgent_waits(held.job.priority):
                 return True
-            claim = self._ledger.claim(self._heartbeat.fences, by_class=True)
+            with self._claiming:
+                claim = self._ledger.claim(self._heartbeat.fences, by_class=True)
         except UNREACHABLE as error:
             log.debug("claim_failed", error=str(error).splitlines()[0])
             return False

@@ -5,12 +5,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import psycopg
-from psycopg import Connection, Cursor, RawCursor
-from psycopg.rows import DictRow, dict_row
 from rushes_core.database import connect_arguments
+from rushes_core.prepared import Session
 from rushes_core.settings import Settings
 
 UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
@@ -33,8 +31,8 @@ class Connections:
         self._slots = threading.BoundedSemaphore(_MAX_OPEN)
 
     @contextmanager
-    def lend(self) -> Iterator[Cursor[DictRow]]:
-        """The one cursor of a connection in autocommit mode: what one statement returns is read before the next runs.
+    def lend(self) -> Iterator[Session]:
+        """A connection on which every statement is a transaction of its own.
 
         Raises:
             one of `UNREACHABLE`
@@ -43,23 +41,22 @@ class Connections:
             lent = self._take()
             try:
                 lent.forget_old_plans()
-                yield lent.cursor
+                yield lent.session
             except BaseException:
-                lent.connection.close()
+                lent.session.connection.close()
                 raise
             self._free.append(lent)
 
     def close(self) -> None:
         while (lent := self._pop()) is not None:
-            lent.connection.close()
+            lent.session.connection.close()
 
     def _take(self) -> "_Open":
         while (lent := self._pop()) is not None:
             if not lent.has_ended:
                 return lent
-            lent.connection.close()
-        connection = Connection[DictRow].connect(**self._arguments, autocommit=True, row_factory=dict_row)
-        return _Open(connection)
+            lent.session.connection.close()
+        return _Open(Session(**self._arguments))
 
     def _pop(self) -> "_Open | None":
         # one step: another thread may take the last one after this one has looked
@@ -72,11 +69,10 @@ class Connections:
 class _Open:
     """A connection, and what is made once for it."""
 
-    def __init__(self, connection: Connection[DictRow]) -> None:
-        self.connection = connection
-        self.cursor = cast("Cursor[DictRow]", RawCursor(connection))
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self._news = select.poll()
-        self._news.register(connection.fileno(), select.POLLIN)
+        self._news.register(session.connection.fileno(), select.POLLIN)
         self._planned_at = time.monotonic()
 
     @property
@@ -87,5 +83,5 @@ class _Open:
     def forget_old_plans(self) -> None:
         now = time.monotonic()
         if now - self._planned_at > _PLANS_KEPT_SECONDS:
-            self.cursor.execute("DISCARD PLANS", prepare=False)
+            self.session.run_once(b"DISCARD PLANS")
             self._planned_at = now

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from psycopg.rows import DictRow
 from rushes_core import claims, jobs, measured, replicas
@@ -47,8 +47,20 @@ class Claim:
     """It was claimed because it had waited for too long: nothing overtakes it any more."""
 
 
+class Along(Protocol):
+    """Who decides whether a job is claimed in the transaction that starts another one, and holds it then."""
+
+    def ask(self) -> bool:
+        """Whether one is to be claimed: nobody else claims from then on until `tell` is called."""
+        ...
+
+    def tell(self, claim: Claim | None) -> None:
+        """What was claimed, if anything was."""
+        ...
+
+
 class Ledger:
-    """Claims and settles jobs for one replica. One thread claims; any thread settles what it holds."""
+    """Claims and settles jobs for one replica. One thread at a time claims; any thread settles what it holds."""
 
     def __init__(self, settings: Settings, *, replica_id: str, model: str) -> None:
         self._connections = Connections(settings)
@@ -56,6 +68,7 @@ class Ledger:
         self._replica_id = replica_id
         self._may_hold_unknown = False
         self._num_claims = 0
+        self._along: Along | None = None
         self._other_is_idle = False
         self._idle_asked_at = float("-inf")
         job_id, fence = bindparam("job_id"), bindparam("fence")
@@ -73,6 +86,8 @@ class Ledger:
             claims.more_urgent(model=model, owner=replica_id, than=bindparam("than", type_=Integer))
         )
         self._start = Prepared(_lean(jobs.start(job_id, fence=fence, lease_seconds=self._lease_seconds)))
+        started = jobs.started(job_id, fence=fence, lease_seconds=self._lease_seconds)
+        self._start_and_claim = Prepared(claims.claim_along(started, **claim))
         self._complete = Prepared(
             _lean(jobs.complete(job_id, fence=fence, result=bindparam("result"), timings=bindparam("timings")))
         )
@@ -99,28 +114,64 @@ class Ledger:
             self._release_unknown(known)
         self._may_hold_unknown = True
         asked_at = time.monotonic()
-        is_turn = not by_class and self._num_claims % claims.OVERDUE_EVERY == claims.OVERDUE_EVERY - 1
-        overdue = self._fetch(self._claim_overdue) if is_turn else None
+        overdue = self._fetch(self._claim_overdue) if self._is_turn_of_overdue and not by_class else None
         row = overdue or self._fetch(self._claim) or self._fetch(self._claim_any)
         self._may_hold_unknown = False
         if row is None:
             return None
         self._num_claims += not by_class
-        job = ClaimedJob(**row)
-        lease = Lease(job.id, fence=job.fence, seconds=self._lease_seconds, asked_at=asked_at)
-        return Claim(job, lease, is_overdue=overdue is not None)
+        return self._claimed(row, asked_at, is_overdue=overdue is not None)
 
     def more_urgent_waits(self, priority: int) -> bool:
         """Whether a job of a more urgent class could be claimed now."""
         return priority > 0 and self._fetch(self._more_urgent, than=priority) is not None
 
+    def claim_with_starts(self, along: Along) -> None:
+        """Have every start claim another job if `along` wants one."""
+        self._along = along
+
     def start(self, lease: Lease) -> bool:
         """CLAIMED -> RUNNING; False if a cancel, the campaign or another holder came first."""
         asked_at = time.monotonic()
-        if self._settle(lease, self._start, JobState.RUNNING) is None:
-            return False
-        lease.renewed(asked_at)
-        return True
+        is_started = None
+        if self._along is not None and self._along.ask():
+            claim = None
+            try:
+                is_started, claim = self._start_along(lease, asked_at)
+            finally:
+                self._along.tell(claim)
+        if is_started is None:
+            is_started = self._settle(lease, self._start, JobState.RUNNING, in_doubt=True) is not None
+        if is_started:
+            lease.renewed(asked_at)
+        return is_started
+
+    def _start_along(self, lease: Lease, asked_at: float) -> tuple[bool | None, Claim | None]:
+        """Whether the job was started, None if that is not known, and what was claimed beside it."""
+        if self._may_hold_unknown or self._is_turn_of_overdue:
+            return None, None
+        self._may_hold_unknown = True
+        try:
+            row = self._fetch(self._start_and_claim, job_id=lease.job_id, fence=lease.fence)
+        except UNREACHABLE as error:
+            log.warning("database_unreachable", error=str(error).splitlines()[0])
+            return None, None
+        self._may_hold_unknown = False
+        assert row is not None
+        is_started = row.pop("started") is not None
+        if row["id"] is None:
+            return is_started, None
+        self._num_claims += 1
+        return is_started, self._claimed(row, asked_at)
+
+    @property
+    def _is_turn_of_overdue(self) -> bool:
+        return self._num_claims % claims.OVERDUE_EVERY == claims.OVERDUE_EVERY - 1
+
+    def _claimed(self, row: DictRow, asked_at: float, *, is_overdue: bool = False) -> Claim:
+        job = ClaimedJob(**row)
+        lease = Lease(job.id, fence=job.fence, seconds=self._lease_seconds, asked_at=asked_at)
+        return Claim(job, lease, is_overdue=is_overdue)
 
     def complete(self, lease: Lease, *, result: dict[str, Any], timings: dict[str, float]) -> bool:
         """The commit point of the job; False if a cancel or another holder came first."""
@@ -179,15 +230,20 @@ class Ledger:
     def close(self) -> None:
         self._connections.close()
 
-    def _settle(self, lease: Lease, transition: Prepared, *targets: JobState, **values: Any) -> JobState | None:
+    def _settle(
+        self, lease: Lease, transition: Prepared, *targets: JobState, in_doubt: bool = False, **values: Any
+    ) -> JobState | None:
         """Run a transition until its effect is known; the state it led to, or None if another transition came first.
 
         A reply that was lost is resolved by reading: a row with this fence in one of `targets` is this attempt's doing.
 
+        Args:
+            in_doubt: it may have been tried before.
+
         Raises:
             LedgerUnreachable: the lease ran out before the database answered.
         """
-        in_doubt = False
+        is_told = False
         delay = _FIRST_RETRY_SECONDS
         while True:
             try:
@@ -200,22 +256,23 @@ class Ledger:
                 reason = str(error).splitlines()[0]
                 if lease.has_run_out:
                     raise LedgerUnreachable(f"the lease ran out while the database was away: {reason}") from error
-                if not in_doubt:
+                if not is_told:
                     log.warning("database_unreachable", error=reason)
-            in_doubt = True
+            in_doubt = is_told = True
             time.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_SECONDS)
 
     def _fetch(self, statement: Prepared, **values: Any) -> DictRow | None:
         """The row that a statement returns, if it does; it is committed by then."""
-        with self._connections.lend() as cursor:
-            return statement.execute(cursor, **values).fetchone()
+        with self._connections.lend() as session:
+            rows = statement.execute(session, **values)
+        return rows[0] if rows else None
 
     def _release_unknown(self, known: Collection[int]) -> None:
         """Give back what a claim took whose reply never came."""
         statement = _once(jobs.release_unknown(owner=self._replica_id, fences=known))
-        with self._connections.lend() as cursor:
-            for row in statement.execute(cursor):
+        with self._connections.lend() as session:
+            for row in statement.execute(session):
                 log.warning("job_released", job_id=row["id"], reason="the reply to its claim was lost")
 
 
