@@ -1,12 +1,12 @@
 """Forecasts of campaigns in the database: brought up to date, and kept to be compared with what came."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rushes_core.campaigns import foresight
 from rushes_core.campaigns.foresight import Foresight
+from rushes_core.campaigns.means import means_of
 from rushes_core.campaigns.tables import CampaignForecast
 from rushes_core.database import create_sync_engine
 from sqlalchemy import select, text
@@ -130,19 +130,20 @@ def test_a_pause_teaches_nothing(rows: CampaignRows, campaign: str) -> None:
     assert of(rows, campaign).pace != before
 
 
-def test_of_two_that_look_at_once_one_counts(rows: CampaignRows, campaign: str) -> None:
-    run(rows, 10)
-    execute(rows, "UPDATE campaign_forecasts SET made_at = made_at - interval '50 seconds'")
-    lookers = [Foresight(rows.engine, seen_within_seconds=60) for _ in range(4)]
-    threads = [threading.Thread(target=looker.look) for looker in lookers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    pace = of(rows, campaign).pace
-    assert pace is not None
-    # ten clips of ten seconds beside the five that it began with, and not ten times as many
-    assert 100 < pace["seen"] < 151
+def test_of_two_that_look_at_once_the_first_to_write_counts(
+    rows: CampaignRows, campaign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[CampaignForecast] = []
+
+    def meanwhile(*arguments: Any, **values: Any) -> Any:
+        monkeypatch.setattr("rushes_core.campaigns.foresight.means_of", means_of)
+        look(rows)
+        written.append(of(rows, campaign))
+        return means_of(*arguments, **values)
+
+    monkeypatch.setattr("rushes_core.campaigns.foresight.means_of", meanwhile)
+    look(rows, seconds_later=50)
+    assert [one.made_at for one in written] == [of(rows, campaign).made_at]
 
 
 class TestFulfilled:
@@ -152,6 +153,8 @@ class TestFulfilled:
         told = of(rows, campaign).told
         assert told.keys() == {"10"}
         assert told["10"]["at"] < told["10"]["p50"] < told["10"]["p90"]
+        look(rows, seconds_later=20)
+        assert of(rows, campaign).told == told
         run(rows, 40)
         look(rows, seconds_later=20)
         assert of(rows, campaign).told.keys() == {"10", "50"}
