@@ -67,6 +67,7 @@ def main() -> None:
         default = default_encoders()
         action.add_argument("--encoders", type=int, default=default, help=f"segments at once (default {default})")
         action.add_argument("--keyframe-interval", type=int, nargs="+", default=[EncoderSettings().keyframe_interval])
+        action.add_argument("--threads", type=int, default=EncoderSettings().threads)
     finish.add_argument("--preset", default=DEFAULT_PRESETS["libx264"])
     arguments = parser.parse_args()
     arguments.run(arguments)
@@ -80,6 +81,7 @@ def _finish(arguments: argparse.Namespace) -> None:
             preset=arguments.preset,
             keyframe_interval=interval,
             encoders=arguments.encoders,
+            threads=arguments.threads,
         )
         for seconds in arguments.seconds:
             count = Clip.for_seconds(seconds).num_frames
@@ -127,6 +129,7 @@ class _Finished:
             "encoders": settings.encoders,
             "preset": settings.preset,
             "keyframe_interval": settings.keyframe_interval,
+            "threads": settings.threads,
             "cores": len(os.sched_getaffinity(0)),
             "after_last_frame_ms": round(median(waits) * 1e3, 1),
             "spread_ms": [round(min(waits) * 1e3, 1), round(max(waits) * 1e3, 1)],
@@ -249,6 +252,7 @@ def _presets(arguments: argparse.Namespace) -> None:
                         crf=crf,
                         keyframe_interval=interval,
                         encoders=arguments.encoders,
+                        threads=arguments.threads,
                     )
                     size, cpu, psnr, ssim = _encode(frames, lossless, settings)
                     share = 10 * FPS / num_frames

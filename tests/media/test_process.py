@@ -107,7 +107,7 @@ class TestClip:
         assert media.pid == pid
 
     def test_settings_reach_the_encoder(self, spec: ClipSpec) -> None:
-        settings = EncoderSettings(preset="veryfast", crf=35)
+        settings = EncoderSettings(preset="veryfast", crf=35, threads=1)
         with MediaProcess(settings) as media:
             render(media, spec)
             media.finish(timeout=30)

@@ -35,15 +35,12 @@ def no_thread_is_left() -> Iterator[None]:
 class TestPlan:
     @pytest.mark.parametrize("interval", [1, 16, 17, 33, 34, 51, 240])
     @pytest.mark.parametrize("num_frames", [1, 21, 22, 24, 39, 56, *ADMISSIBLE_FRAMES])
-    def test_it_covers_the_clip_in_whole_units_and_halves_of_the_last(self, num_frames: int, interval: int) -> None:
+    def test_it_covers_the_clip_in_whole_units(self, num_frames: int, interval: int) -> None:
         plan = plan_segments(num_frames, settings_of(keyframe_interval=interval))
         assert [frame for segment in plan for frame in segment] == list(range(num_frames))
-        last = units_of(num_frames)[-1]
-        whole = [segment for segment in plan if segment.start < last.start]
-        assert {segment.start for segment in whole} <= {unit.start for unit in units_of(num_frames)}
-        assert all(len(segment) <= max(interval, UNIT_FRAMES) for segment in whole)
-        halves = [len(segment) for segment in plan if segment.start >= last.start]
-        assert halves == ([1] if num_frames == 1 else [-(-len(last) // 2), len(last) // 2])
+        assert {segment.start for segment in plan} <= {unit.start for unit in units_of(num_frames)}
+        assert plan[-1] == units_of(num_frames)[-1]
+        assert all(len(segment) <= max(interval, UNIT_FRAMES) for segment in plan[:-1])
 
     def test_a_hardware_encoder_has_one_segment(self) -> None:
         assert plan_segments(124, EncoderSettings(encoder="h264_nvenc")) == [range(124)]

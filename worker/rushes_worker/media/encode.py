@@ -4,7 +4,7 @@ Shapes: f frames of one call, F frames of the clip, H height, W width, N samples
 
 The picture is encoded in segments, several at once and beside the sound. The same input gives the same bytes on one
 machine, however many there are at once: what a segment is depends on the clip alone, codecs and muxer run bit-exact
-on one thread each, and compressed packets wait in memory until the last one exists. The file therefore
+with a fixed number of threads, and compressed packets wait in memory until the last one exists. The file therefore
 appears in one go, under a temporary name, and gets its own name only after validation. For that the picture is decoded
 again while it is encoded, a few frames behind: little of it is left to do after the last frame.
 """
@@ -235,6 +235,7 @@ class ClipEncoder:
         # a stream of a name that is not a literal could be of any kind
         assert isinstance(self._video.codec_context, av.VideoCodecContext)
         set_up(self._video.codec_context, self._settings, width=self._width, height=self._height)
+        self._video.codec_context.thread_count = 1
         self._video.time_base = TICK
         self._audio = container.add_stream("aac", rate=AUDIO_SAMPLE_RATE)
         sound = self._audio.codec_context

@@ -6,6 +6,7 @@ the parameter sets are the same, and every packet carries its place in the clip.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -29,6 +30,10 @@ TICK = Fraction(1, FPS)
 """What the time stamps of the picture count."""
 
 
+# with AVX-512 what x264's macroblock tree finds, and so the bytes, changes from run to run on a busy machine
+_INSTRUCTIONS = ":asm=avx2" if "avx512f" in Path("/proc/cpuinfo").read_text().split() else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A run of frames, encoded, and the same decoded again."""
@@ -39,8 +44,7 @@ class Segment:
 
 
 def plan_segments(num_frames: int, settings: EncoderSettings) -> list[range]:
-    """The runs of frames of a clip that are encoded apart: as many whole temporal units as the keyframe interval holds,
-    and both halves of the last unit.
+    """The runs of frames of a clip that are encoded apart: as many whole temporal units as the keyframe interval holds.
 
     They depend on nothing but the arguments, so that the file does not either.
     """
@@ -48,20 +52,17 @@ def plan_segments(num_frames: int, settings: EncoderSettings) -> list[range]:
         # a session of a hardware encoder costs more to open than a clip to encode
         return [range(num_frames)]
     together = max(1, settings.keyframe_interval // UNIT_FRAMES)
+    # the last unit decides when the clip is complete: it waits for no other
     *body, last = units_of(num_frames)
     groups = [body[i : i + together] for i in range(0, len(body), together)]
-    # the clip waits for the last unit: two encoders share it, and it waits for no other
-    middle = last.start + (len(last) + 1) // 2
-    ends = [half for half in (range(last.start, middle), range(middle, last.stop)) if half]
-    return [range(group[0].start, group[-1].stop) for group in groups] + ends
+    return [range(group[0].start, group[-1].stop) for group in groups] + [last]
 
 
 def set_up(context: av.VideoCodecContext, settings: EncoderSettings, *, width: int, height: int) -> None:
     """Have an encoder that is not open yet make what every segment of a clip of this size is made of."""
     context.width, context.height, context.pix_fmt = width, height, "yuv420p"
     context.time_base, context.framerate = TICK, Fraction(FPS)
-    # with several, the last rows of a frame depend on which thread is first, one segment in a hundred on a busy machine
-    context.thread_count = 1
+    context.thread_count = settings.threads
     context.gop_size = settings.keyframe_interval
     # with its parameter sets apart from the packets, as an MP4 holds them
     context.flags |= Flags.bitexact | Flags.closed_gop | Flags.global_header
@@ -72,8 +73,9 @@ def set_up(context: av.VideoCodecContext, settings: EncoderSettings, *, width: i
     # without B-frames the first frame is shown at 0 even by players that ignore edit lists
     options = {"preset": settings.preset, "profile": "high", "bf": "0"}
     if settings.encoder == "libx264":
+        # no maxrate: x264 keeps to it by timing its threads, and the bytes would change from run to run
         # ultrafast turns CABAC and 8x8 transforms off and would fall back to Baseline
-        context.options = options | {"crf": str(settings.crf), "x264-params": "cabac=1:8x8dct=1"}
+        context.options = options | {"crf": str(settings.crf), "x264-params": f"cabac=1:8x8dct=1{_INSTRUCTIONS}"}
     else:
         context.bit_rate = 0
         context.options = options | {"rc": "vbr", "cq": str(settings.crf), "forced-idr": "1"}
@@ -162,7 +164,7 @@ class SegmentEncoder:
             dst_colorspace=Colorspace.ITU709,
             dst_color_range=ColorRange.MPEG,
             interpolation=Interpolation.BILINEAR,
-            threads=1,
+            threads=self._settings.threads,
         )
 
 

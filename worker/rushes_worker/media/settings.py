@@ -36,6 +36,8 @@ class EncoderSettings:
     """Bits per second of the AAC track."""
     encoders: int = 1
     """Segments that are encoded at once. The file does not depend on it."""
+    threads: int = 8
+    """Of the encoder of one segment. Fixed, never the number of cores: the encoder's output depends on it."""
     refuse_flaws: bool = False
     """A clip that is blank, frozen or silent all along is no clip."""
 
@@ -54,6 +56,7 @@ class EncoderSettings:
             ("keyframe_interval", 1, 240),
             ("audio_bitrate", 32_000, 320_000),
             ("encoders", 1, 64),
+            ("threads", 1, 64),
         ):
             value = getattr(self, field)
             if type(value) is not int or not low <= value <= high:
@@ -83,5 +86,4 @@ class EncoderSettings:
 def default_encoders(replicas: int = 1) -> int:
     """Segments to encode at once where `replicas` share the cores of this machine."""
     cores = len(os.sched_getaffinity(0)) // replicas
-    # at least as many as share the last unit
-    return max(2, min(MAX_DEFAULT_ENCODERS, cores))
+    return max(1, min(MAX_DEFAULT_ENCODERS, cores // 2))
