@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from rushes_core.campaigns.options import CampaignRequest
 from rushes_core.errors import InvalidRequest
 from rushes_core.ids import is_campaign_id
 
@@ -201,6 +200,9 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{path} is no file" if path.exists() else f"there is no file {path}")
     if path.stat().st_size == 0:
         raise UsageError(f"{path} is empty")
+    # loads the database's libraries, which take half a second and which no other command needs
+    from rushes_core.campaigns.options import CampaignRequest
+
     try:
         # before the file is sent, and by the rules of the API
         CampaignRequest.parse(body)

@@ -45,13 +45,18 @@ def _problem(detail: Any, model: type[BaseModel]) -> str:
         return f"{variable(name)} is missing"
     if detail["type"] == "value_error":
         return f"{variable(name)}: {message}"
-    value = detail["input"]
-    field = model.model_fields[name]
-    if is_secret(field):
-        shown = without_password(str(value)) if not _holds_secret(field) and "@" in str(value) else ""
-    else:
-        shown = repr(value) if isinstance(value, str) else str(value)
-    return f"{variable(name)}: {message}{shown and f', got {shown}'}"
+    return f"{variable(name)}: {message}{_shown(detail['input'], model.model_fields[name])}"
+
+
+def _shown(value: Any, field: FieldInfo) -> str:
+    if not is_secret(field):
+        return f", got {value!r}"
+    return "" if _holds_secret(field) else _without_secrets(str(value))
+
+
+def _without_secrets(url: str) -> str:
+    """What was given, where it is plain which part of it is the password."""
+    return f", got {without_password(url)}" if "@" in url else ""
 
 
 def is_secret(field: FieldInfo) -> bool:
@@ -66,6 +71,26 @@ def _holds_secret(field: FieldInfo) -> bool:
 def listed(text: str) -> list[str]:
     """What `text` lists, separated by commas."""
     return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def check_database_url(url: str) -> str:
+    """
+    Raises:
+        ValueError: `url` is not one of Postgres with the psycopg driver.
+    """
+    if not re.match(r"postgresql\+psycopg://.", url):
+        raise ValueError(f"must be postgresql+psycopg://user:password@host:port/name{_without_secrets(url)}")
+    return url
+
+
+def check_redis_url(url: str) -> str:
+    """
+    Raises:
+        ValueError: `url` is not one of Redis.
+    """
+    if not re.match("rediss?://.", url):
+        raise ValueError(f"must be redis:// or rediss:// and a host{_without_secrets(url)}")
+    return url
 
 
 def check_buckets(names: str) -> str:

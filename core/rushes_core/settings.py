@@ -27,10 +27,12 @@ from rushes_core.setting_rules import (
     PREFIX,
     InvalidSettings,
     check_buckets,
+    check_database_url,
     check_endpoint,
     check_hosts,
     check_own_origin,
     check_page_origins,
+    check_redis_url,
     listed,
     problems,
     variable,
@@ -80,14 +82,14 @@ class DatabaseSettings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    database_url: Annotated[NonEmpty, Field(repr=False, pattern=r"^postgresql\+psycopg://.")]
+    database_url: Annotated[NonEmpty, AfterValidator(check_database_url), Field(repr=False)]
     """SQLAlchemy URL of Postgres with the psycopg driver: `postgresql+psycopg://user:password@host:port/name`."""
 
 
 class Settings(DatabaseSettings):
     """One frozen object per process; nothing else reads the environment."""
 
-    redis_url: Annotated[NonEmpty, Field(repr=False, pattern="^rediss?://.")]
+    redis_url: Annotated[NonEmpty, AfterValidator(check_redis_url), Field(repr=False)]
     """URL of Redis or Valkey, `redis://` or `rediss://`, with password and database number."""
 
     s3_bucket: Annotated[NonEmpty, AfterValidator(check_buckets)]

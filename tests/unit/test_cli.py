@@ -102,7 +102,7 @@ def test_wrong_settings_are_named_with_the_reason(
     assert "got 'soon'" in message
     assert "RUSHES_ENCODER_CRF: Input should be less than or equal to 51, got '52'" in message
     assert "RUSHES_ENCODER: Input should be 'libx264' or 'h264_nvenc', got 'x265'" in message
-    assert "RUSHES_REDIS_URL: String should match" in message
+    assert "RUSHES_REDIS_URL: must be redis:" in message
     assert "got http://[...]@host" in message
     assert "hush" not in message
 
