@@ -180,8 +180,14 @@ def test_nothing_is_left_when_the_store_does_not_take_the_clip(
 
 
 def test_nothing_is_left_of_a_clip_that_nobody_wants_any_more(
-    publish: Callable[..., Publication], proxy: S3Proxy, stored: Callable[[], set[str]]
+    publish: Callable[..., Publication],
+    proxy: S3Proxy,
+    stored: Callable[[], set[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # what the store takes after its client gave up is for the sweeper
+    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 60)
+
     def hold(request: Request) -> S3Fault:
         return S3Fault.SLOW if is_put_of(request, "video.mp4") else S3Fault.PASS
 
