@@ -41,7 +41,7 @@ class TestSettings:
         found = EncoderSettings.of(settings(encoders=1), replicas=1)
         assert found == EncoderSettings()
 
-    @pytest.mark.parametrize(("replicas", "encoders"), [(1, 8), (3, 5), (8, 2), (64, 2)])
+    @pytest.mark.parametrize(("replicas", "encoders"), [(1, 8), (2, 4), (8, 1), (64, 1)])
     def test_replicas_share_the_cores(self, monkeypatch: pytest.MonkeyPatch, replicas: int, encoders: int) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
         assert EncoderSettings.of(settings(), replicas=replicas).encoders == encoders
