@@ -107,6 +107,12 @@ class Campaigns:
         while loader.turn():
             pass
 
+    def load_chunk(self) -> None:
+        """Load what is loaded before it is looked whether to stop."""
+        loader = self.loader()
+        loader.stop()
+        assert loader.turn()
+
     def end(self) -> None:
         """Close, retry, delete and finish whatever can be."""
         ender = Ender(self.settings, self.model, self.engine, owner="test")

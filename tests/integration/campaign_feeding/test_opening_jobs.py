@@ -1,36 +1,16 @@
 """Which jobs of campaigns may be claimed, on real Postgres."""
 
 import threading
-from collections.abc import Iterator
 
-import pytest
 from rushes_core.campaigns import feeding
 from rushes_core.campaigns.opening import FIRST_ITEMS, MAX_OPEN, MIN_OPEN
-from rushes_core.database import create_sync_engine
 from rushes_core.models import ApiKey
-from rushes_core.settings import Settings
-from sqlalchemy import Engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
-from support.campaign_feeding import campaigns, change_and_close, num_live
+from support.campaign_feeding import change_and_close, num_live
 from support.campaign_rows import LARGE, SMALL, CampaignRows
 from support.plans import generic_plan, scans
 from support.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings, pool_size=12)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[CampaignRows]:
-    rows = CampaignRows(engine)
-    rows.clear()
-    yield rows
-    for campaign in campaigns(engine):
-        rows.check_counts(campaign)
 
 
 class TestOpening:

@@ -7,23 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.campaigns import Campaigns, jsonl, openai_line
-from support.campaigns_api import LINES, campaign_settings, get, made, measure, refused, send
+from support.campaigns_api import LINES, get, made, measure, refused, send
 from support.keys import bearer, create_key, create_project
-from support.stack import SharedStack
 from support.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return campaign_settings(stack, tmp_path_factory.mktemp("campaigns"))
-
-
-@pytest.fixture(scope="module")
-def settings(api_settings: Settings) -> Settings:
-    return api_settings
 
 
 class TestLists:

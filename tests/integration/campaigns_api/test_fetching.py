@@ -18,20 +18,8 @@ from support.campaigns import Campaigns, jsonl, openai_line
 from support.campaigns_api import (
     CLIP,
     LINES,
-    campaign_settings,
     refused,
 )
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return campaign_settings(stack, tmp_path_factory.mktemp("campaigns"))
-
-
-@pytest.fixture(scope="module")
-def settings(api_settings: Settings) -> Settings:
-    return api_settings
 
 
 class TestFetching:

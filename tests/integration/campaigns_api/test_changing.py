@@ -4,21 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.campaigns import Campaigns, jsonl, openai_line
-from support.campaigns_api import LINES, campaign_settings, get, made, refused, send, upload
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return campaign_settings(stack, tmp_path_factory.mktemp("campaigns"))
-
-
-@pytest.fixture(scope="module")
-def settings(api_settings: Settings) -> Settings:
-    return api_settings
+from support.campaigns_api import LINES, get, made, refused, send, upload
 
 
 class TestChanging:

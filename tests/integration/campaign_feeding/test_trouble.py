@@ -1,35 +1,16 @@
 """What goes wrong with one campaign holds up no other."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
 from rushes_core.campaigns import feeding
 from rushes_core.campaigns.opening import MIN_OPEN
 from rushes_core.campaigns.windows import DAYS
-from rushes_core.database import create_sync_engine
-from rushes_core.settings import Settings
-from sqlalchemy import Engine, text
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
-from support.campaign_feeding import campaigns, change_and_close
+from support.campaign_feeding import change_and_close
 from support.campaign_rows import CampaignRows
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings, pool_size=12)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[CampaignRows]:
-    rows = CampaignRows(engine)
-    rows.clear()
-    yield rows
-    for campaign in campaigns(engine):
-        rows.check_counts(campaign)
 
 
 class TestTrouble:

@@ -17,7 +17,6 @@ from support.campaigns import Campaigns, jsonl
 from support.campaigns_api import (
     LINES,
     batch_body,
-    campaign_settings,
     get,
     made,
     prompts,
@@ -26,17 +25,6 @@ from support.campaigns_api import (
     upload,
 )
 from support.keys import bearer, create_key, create_project
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return campaign_settings(stack, tmp_path_factory.mktemp("campaigns"))
-
-
-@pytest.fixture(scope="module")
-def settings(api_settings: Settings) -> Settings:
-    return api_settings
 
 
 class TestSending:

@@ -5,17 +5,9 @@ import re
 from typing import Any
 
 import pytest
-from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.campaigns import chunks
 from support.campaigns import COST, Campaigns, jsonl, openai_line
-from support.checkpoints import tiny_checkpoint
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("loading")))
 
 
 class TestLoading:

@@ -20,9 +20,8 @@ from rushes_worker.campaigns.copying import copy_rows
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from support.campaigns import Campaigns, jsonl, openai_line
-from support.checkpoints import tiny_checkpoint
 from support.commands import RUSHES
-from support.stack import SharedStack, settings_env
+from support.stack import settings_env
 from support.waiting import wait_until
 
 # a loader that ends itself by SIGKILL where the arguments say: in which chunk, and before or after its commit
@@ -62,11 +61,6 @@ here = Loader(settings, ServedModel.load(settings), create_sync_engine(settings)
 while here.turn():
     pass
 """
-
-
-@pytest.fixture(scope="module")
-def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("loading")))
 
 
 class TestKilled:

@@ -1,36 +1,16 @@
 """What pauses, cancels and ends of windows close, whatever feeders do at that moment."""
 
 import threading
-from collections.abc import Iterator
 
-import pytest
 from rushes_core import jobs
 from rushes_core.campaigns import feeder
 from rushes_core.campaigns.opening import MIN_OPEN
-from rushes_core.database import create_sync_engine
-from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from sqlalchemy import Engine, text
-from support.campaign_feeding import AGO, campaigns, change_and_close
+from sqlalchemy import text
+from support.campaign_feeding import AGO, change_and_close
 from support.campaign_rows import CampaignRows
 from support.job_rows import ERROR
 from support.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings, pool_size=12)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[CampaignRows]:
-    rows = CampaignRows(engine)
-    rows.clear()
-    yield rows
-    for campaign in campaigns(engine):
-        rows.check_counts(campaign)
 
 
 class TestStop:

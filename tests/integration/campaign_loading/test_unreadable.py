@@ -8,16 +8,8 @@ from rushes_cli.stack.ports import free_port
 from rushes_core.campaigns import loading
 from rushes_core.campaigns.items import Item, Terms, resolve_line
 from rushes_core.campaigns.lines import LineError
-from rushes_core.settings import Settings
 from rushes_worker.campaigns import chunks
 from support.campaigns import Campaigns, jsonl, openai_line
-from support.checkpoints import tiny_checkpoint
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("loading")))
 
 
 class TestUnreadable:
@@ -65,9 +57,7 @@ class TestUnreadable:
     ) -> None:
         monkeypatch.setattr(chunks, "CHUNK_LINES", 2)
         campaign_id = campaigns.submit(jsonl(*map(openai_line, range(6))))
-        loader = campaigns.loader()
-        loader.stop()
-        assert loader.turn()
+        campaigns.load_chunk()
         campaigns.run(campaign_id, 1)
         campaigns.execute("UPDATE files SET deleted_at = now()")
         campaigns.load()
@@ -211,9 +201,7 @@ class TestExpiring:
         monkeypatch.setattr(chunks, "CHUNK_LINES", 4)
         campaign_id = campaigns.submit(jsonl(*map(openai_line, range(10))))
         if num_read:
-            loader = campaigns.loader()
-            loader.stop()
-            assert loader.turn()
+            campaigns.load_chunk()
             campaigns.run(campaign_id, 1)
         campaigns.execute("UPDATE campaigns SET expires_at = now()")
         campaigns.load()

@@ -3,18 +3,10 @@
 import pytest
 from rushes_core import replicas
 from rushes_core.models import MeasuredTime
-from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
 from rushes_worker.campaigns import chunks
 from sqlalchemy.orm import Session
 from support.campaigns import COST, Campaigns, jsonl, openai_line
-from support.checkpoints import tiny_checkpoint
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return stack.settings(checkpoint=tiny_checkpoint(tmp_path_factory.mktemp("loading")))
 
 
 class TestOnlyReading:

@@ -1,35 +1,14 @@
 """Campaigns that stop themselves: budgets, failures and proofs."""
 
-from collections.abc import Iterator
-
-import pytest
 from rushes_core import jobs
 from rushes_core.campaigns import closing, feeder
-from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
-from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from sqlalchemy import Engine, select, text
+from sqlalchemy import select, text
 from sqlalchemy.orm import Session
-from support.campaign_feeding import campaigns, change_and_close
+from support.campaign_feeding import change_and_close
 from support.campaign_rows import CampaignRows
 from support.job_rows import ERROR
-
-
-@pytest.fixture(scope="module")
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = create_sync_engine(settings, pool_size=12)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def rows(engine: Engine) -> Iterator[CampaignRows]:
-    rows = CampaignRows(engine)
-    rows.clear()
-    yield rows
-    for campaign in campaigns(engine):
-        rows.check_counts(campaign)
 
 
 class TestBudget:

@@ -8,19 +8,8 @@ from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.api import JobDriver
 from support.campaigns import Campaigns, jsonl, openai_line
-from support.campaigns_api import CLIP, LINES, campaign_settings, get, made, refused, upload
+from support.campaigns_api import CLIP, LINES, get, made, refused, upload
 from support.plans import generic_plan, scans
-from support.stack import SharedStack
-
-
-@pytest.fixture(scope="module")
-def api_settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return campaign_settings(stack, tmp_path_factory.mktemp("campaigns"))
-
-
-@pytest.fixture(scope="module")
-def settings(api_settings: Settings) -> Settings:
-    return api_settings
 
 
 class TestDeleting:
