@@ -1,10 +1,12 @@
 """A replica's entries in the job table: a transaction each, retried while the lease may still hold."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import psycopg
 from psycopg.rows import DictRow
 from rushes_core import claims, jobs, measured, replicas
 from rushes_core.claims import ClaimedJob
@@ -112,11 +114,10 @@ class Ledger:
         """
         if self._may_hold_unknown:
             self._release_unknown(known)
-        self._may_hold_unknown = True
         asked_at = time.monotonic()
-        overdue = self._fetch(self._claim_overdue) if self._is_turn_of_overdue and not by_class else None
-        row = overdue or self._fetch(self._claim) or self._fetch(self._claim_any)
-        self._may_hold_unknown = False
+        with self._claiming():
+            overdue = self._fetch(self._claim_overdue) if self._is_turn_of_overdue and not by_class else None
+            row = overdue or self._fetch(self._claim) or self._fetch(self._claim_any)
         if row is None:
             return None
         self._num_claims += not by_class
@@ -150,19 +151,31 @@ class Ledger:
         """Whether the job was started, None if that is not known, and what was claimed beside it."""
         if self._may_hold_unknown or self._is_turn_of_overdue:
             return None, None
-        self._may_hold_unknown = True
         try:
-            row = self._fetch(self._start_and_claim, job_id=lease.job_id, fence=lease.fence)
+            with self._claiming():
+                row = self._fetch(self._start_and_claim, job_id=lease.job_id, fence=lease.fence)
         except UNREACHABLE as error:
             log.warning("database_unreachable", error=str(error).splitlines()[0])
             return None, None
-        self._may_hold_unknown = False
         assert row is not None
         is_started = row.pop("started") is not None
         if row["id"] is None:
             return is_started, None
         self._num_claims += 1
         return is_started, self._claimed(row, asked_at)
+
+    @contextmanager
+    def _claiming(self) -> Iterator[None]:
+        """A claim whose reply is lost may have taken a job all the same; one that the database refused has not."""
+        self._may_hold_unknown = True
+        try:
+            yield
+        except UNREACHABLE:
+            raise
+        except psycopg.Error:
+            self._may_hold_unknown = False
+            raise
+        self._may_hold_unknown = False
 
     @property
     def _is_turn_of_overdue(self) -> bool:
