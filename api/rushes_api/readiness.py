@@ -4,14 +4,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from alembic.script import ScriptDirectory
 from rushes_core import replicas
-from rushes_core.database import alembic_config
 from rushes_core.errors import StorageError
 from rushes_core.models import Replica
+from rushes_core.schema import CURRENT_REVISION, mismatch
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
-from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -32,9 +30,6 @@ class Readiness:
         self._model = model
         self._sessions = sessions
         self._store = store
-        scripts = ScriptDirectory.from_config(alembic_config(settings.database_url))
-        self._head = scripts.get_current_head()
-        self._known = {script.revision for script in scripts.walk_revisions()}
         self._running: dict[str, asyncio.Task[dict[str, str]]] = {}
 
     async def check(self) -> dict[str, str]:
@@ -69,12 +64,11 @@ class Readiness:
 
     async def _check_schema(self, session: AsyncSession) -> dict[str, str]:
         try:
-            found = (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one_or_none()
+            found: str | None = (await session.execute(CURRENT_REVISION)).scalar_one_or_none()
         except ProgrammingError:
             found = None
-        if found != self._head and (found is None or found in self._known):
-            # a revision that is not known here belongs to a newer release, whose schema serves this one too
-            return {"migrations": f"schema is at revision {found or 'none'}, expected {self._head}: run the migrations"}
+        if problem := mismatch(found):
+            return {"migrations": problem}
         return {"migrations": OK, **await self._check_workers(session)}
 
     async def _check_workers(self, session: AsyncSession) -> dict[str, str]:

@@ -208,9 +208,11 @@ def _api(arguments: argparse.Namespace) -> int:
     from rushes_api.app import create_app
     from rushes_api.server import serve
     from rushes_core.log import configure_logging
+    from rushes_core.schema import check_schema
     from rushes_core.served_model import ServedModel
 
     configure_logging(settings.log_level, json=settings.log_json)
+    check_schema(settings)
     # what is wrong with it is one line here and a traceback in the server's start
     ServedModel.load(settings)
     try:
@@ -249,8 +251,10 @@ def _dispatcher(arguments: argparse.Namespace) -> int:
 
     from rushes_core import dispatcher
     from rushes_core.log import configure_logging
+    from rushes_core.schema import check_schema
 
     configure_logging(settings.log_level, json=settings.log_json)
+    check_schema(settings)
     return dispatcher.run(settings)
 
 
@@ -258,10 +262,12 @@ def _deliver(arguments: argparse.Namespace) -> int:
     settings = load_settings()
 
     from rushes_core.log import configure_logging
+    from rushes_core.schema import check_schema
     from rushes_core.webhooks.signing import WebhooksNotConfigured
     from rushes_worker.webhooks import process
 
     configure_logging(settings.log_level, json=settings.log_json)
+    check_schema(settings)
     try:
         return process.run(settings)
     except WebhooksNotConfigured as error:
@@ -272,17 +278,24 @@ def _loader(arguments: argparse.Namespace) -> int:
     settings = load_settings()
 
     from rushes_core.log import configure_logging
+    from rushes_core.schema import check_schema
     from rushes_worker.campaigns import process
 
     configure_logging(settings.log_level, json=settings.log_json)
+    check_schema(settings)
     return process.run(settings)
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
     from rushes_core.database import migrate
+    from rushes_core.schema import current_revision, is_newer
 
     settings = load_settings()
     with one_line_database_errors():
+        found = current_revision(settings)
+        if is_newer(found):
+            print(f"rushes migrate: the schema is at revision {found} of a later release, which serves this one too")
+            return 0
         migrate(settings)
     print("rushes migrate: the schema is at this release")
     return 0

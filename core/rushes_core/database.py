@@ -121,13 +121,14 @@ def alembic_config(database_url: str) -> "Config":
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(_migrations()))
+    config.set_main_option("script_location", str(migrations()))
     config.set_main_option("file_template", "%%(year)d%%(month).2d%%(day).2d_%%(hour).2d%%(minute).2d_%%(slug)s")
     config.set_main_option("timezone", "UTC")
     config.attributes["database_url"] = database_url
     return config
 
 
-def _migrations() -> Path:
+def migrations() -> Path:
+    """Where the revisions that ship with Rushes lie."""
     installed = Path(str(files("rushes_core"))) / "_migrations"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "migrations"

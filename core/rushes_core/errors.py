@@ -2,6 +2,7 @@
 
 RushesError
 ├── CheckpointError             a checkpoint directory that must not be served
+├── SchemaMismatch              the database's schema is not one that this release works with
 ├── StorageError                the object store refused or lost something
 │   ├── ObjectMissing           there is no such object, or no such bucket
 │   └── StorageRefused          the store does not allow it
@@ -27,6 +28,13 @@ class CheckpointError(RushesError):
     """A checkpoint directory that must not be served: names the file, the tensor or field, and what was expected."""
 
     code = "invalid_checkpoint"
+
+
+class SchemaMismatch(RushesError):
+    """The database's schema is not one that this release works with: names the revision that it has and the one that is
+    needed."""
+
+    code = "schema_mismatch"
 
 
 class StorageError(RushesError):

@@ -109,7 +109,7 @@ def test_without_migrations_every_route_says_so(
         connection.execute("CREATE DATABASE blank")
     url = make_url(stack_env["RUSHES_DATABASE_URL"]).set(database="blank").render_as_string(hide_password=False)
     with started(stack.settings(checkpoint=checkpoint, api_key=API_KEY, database_url=url)) as client:
-        assert "run the migrations" in checks(client, 503)["migrations"]
+        assert "run `rushes migrate`" in checks(client, 503)["migrations"]
         for response in every_video_route(client):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "maintenance"

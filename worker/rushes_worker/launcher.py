@@ -12,8 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 from rushes_core.contract import load_contract
-from rushes_core.errors import CheckpointError, ObjectMissing, StorageError, StorageRefused
+from rushes_core.errors import CheckpointError, ObjectMissing, SchemaMismatch, StorageError, StorageRefused
 from rushes_core.log import configure_logging, get_logger
+from rushes_core.schema import check_schema
 from rushes_core.setting_rules import listed, variable
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
@@ -208,8 +209,8 @@ def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
 def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1, weights: str | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
-    What is wrong with layout, checkpoint, devices, scratch directory, encoder or buckets is printed, and nothing is
-    claimed.
+    What is wrong with layout, checkpoint, devices, scratch directory, schema, encoder or buckets is printed, and nothing
+    is claimed.
 
     Args:
         layout: `rRsS`, R replicas of S ranks each.
@@ -233,10 +234,11 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)
+        check_schema(settings)
         encoder = EncoderSettings.of(settings, replicas=wanted.replicas)
         try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
         _check_buckets(settings)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, SchemaMismatch) as error:
         name = "RUSHES_CHECKPOINT: " if isinstance(error, CheckpointError) else ""
         print(f"rushes worker: {name}{error}", file=sys.stderr, flush=True)
         return 1

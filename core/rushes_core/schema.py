@@ -1,0 +1,78 @@
+"""Whether the database's schema is one that this release works with."""
+
+import re
+from functools import cache
+
+from psycopg.errors import UndefinedTable
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, ProgrammingError
+
+from rushes_core.database import create_sync_engine, migrations
+from rushes_core.errors import SchemaMismatch
+from rushes_core.log import get_logger
+from rushes_core.settings import Settings
+
+log = get_logger(__name__)
+
+CURRENT_REVISION = text("SELECT version_num FROM alembic_version")
+
+_REVISION = re.compile(r'^(revision|down_revision) = "([0-9a-f]+)"$', re.MULTILINE)
+
+
+@cache
+def known_revisions() -> tuple[str, frozenset[str]]:
+    """The revision that this release needs, and all that lead to it: read from their files, Alembic is not loaded."""
+    named = [dict(_REVISION.findall(path.read_text())) for path in (migrations() / "versions").glob("*.py")]
+    known = frozenset(one["revision"] for one in named)
+    (head,) = known - {one.get("down_revision") for one in named}
+    return head, known
+
+
+def is_newer(found: str | None) -> bool:
+    """Whether revision `found` is of a later release, whose schema serves this one too."""
+    return found is not None and found not in known_revisions()[1]
+
+
+def mismatch(found: str | None) -> str | None:
+    """What is wrong with a schema at revision `found`, None for one that was never migrated; None: nothing."""
+    head, _ = known_revisions()
+    if found == head or is_newer(found):
+        return None
+    where = "was never migrated" if found is None else f"is at revision {found} of an earlier release"
+    return f"the database's schema {where}, needed is {head}: run `rushes migrate`"
+
+
+def current_revision(settings: Settings) -> str | None:
+    """The revision that the database's schema is at; None: it was never migrated.
+
+    Raises:
+        DBAPIError: the database cannot be asked.
+    """
+    engine = create_sync_engine(settings, pool_size=1)
+    try:
+        with engine.connect() as connection:
+            found: str | None = connection.execute(CURRENT_REVISION).scalar_one_or_none()
+            return found
+    except ProgrammingError as error:
+        if isinstance(error.orig, UndefinedTable):
+            return None
+        raise
+    finally:
+        engine.dispose()
+
+
+def check_schema(settings: Settings) -> None:
+    """Look at the schema before anything is started on it. A database that is away comes back by itself.
+
+    Raises:
+        SchemaMismatch: it was never migrated, or not to what this release needs.
+    """
+    try:
+        found = current_revision(settings)
+    except DBAPIError as error:
+        log.warning("database_unreachable", error=str(error.orig).splitlines()[0])
+        return
+    if problem := mismatch(found):
+        raise SchemaMismatch(problem)
+    if is_newer(found):
+        log.info("schema_is_newer", revision=found, known=known_revisions()[0])

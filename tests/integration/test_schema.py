@@ -1,0 +1,91 @@
+"""What starts, and what does not, on a database whose schema is not that of this release."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from alembic.script import ScriptDirectory
+from rushes_cli.main import main
+from rushes_core.database import alembic_config
+from rushes_core.errors import SchemaMismatch
+from rushes_core.schema import check_schema, known_revisions
+from rushes_core.settings import Settings, get_settings
+from sqlalchemy import Engine, text
+from support.api import offline_settings
+from support.checkpoints import tiny_checkpoint
+from support.stack import settings_env
+
+OLDER, NEWER = "e8c3417f9b60", "0123456789ab"
+
+
+@pytest.fixture
+def _environment(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """That of a process on the module's database."""
+    for name in [name for name in os.environ if name.startswith("RUSHES_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings_env(settings).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RUSHES_CHECKPOINT", str(tiny_checkpoint(tmp_path_factory.mktemp("schema"))))
+    monkeypatch.setenv("RUSHES_SCRATCH", str(tmp_path_factory.mktemp("scratch")))
+    get_settings.cache_clear()
+
+
+@pytest.fixture
+def at_revision(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str | None]:
+    """The database says that it is at this revision; None: it never heard of any."""
+    revision: str | None = request.param
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE kept AS SELECT * FROM alembic_version"))
+        if revision is None:
+            connection.execute(text("DROP TABLE alembic_version"))
+        else:
+            connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+    yield revision
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
+        connection.execute(text("ALTER TABLE kept RENAME TO alembic_version"))
+
+
+def test_the_revision_that_is_needed_is_the_last_that_ships() -> None:
+    scripts = ScriptDirectory.from_config(alembic_config("postgresql+psycopg://nowhere/none"))
+    assert known_revisions() == (scripts.get_current_head(), {one.revision for one in scripts.walk_revisions()})
+
+
+@pytest.mark.usefixtures("_environment")
+@pytest.mark.parametrize("command", ["api", "worker", "dispatcher", "deliver", "loader"])
+@pytest.mark.parametrize(
+    ("at_revision", "told"),
+    [(None, "was never migrated"), (OLDER, f"is at revision {OLDER} of an earlier release")],
+    indirect=["at_revision"],
+    ids=["blank", "older"],
+)
+def test_nothing_starts_on_a_schema_of_an_earlier_release_or_none(
+    at_revision: str | None, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 1
+    needed = f"needed is {known_revisions()[0]}: run `rushes migrate`"
+    assert capsys.readouterr().err == f"rushes {command}: the database's schema {told}, {needed}\n"
+
+
+@pytest.mark.usefixtures("_environment")
+@pytest.mark.parametrize("at_revision", [NEWER], indirect=True)
+def test_a_schema_of_a_later_release_serves_this_one_and_is_left_as_it_is(
+    at_revision: str, settings: Settings, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_schema(settings)
+    assert main(["migrate"]) == 0
+    assert f"at revision {NEWER} of a later release, which serves this one too" in capsys.readouterr().out
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == NEWER
+
+
+def test_a_database_that_is_away_is_waited_for(settings: Settings) -> None:
+    check_schema(offline_settings(settings.checkpoint))
+
+
+@pytest.mark.parametrize("at_revision", [""], indirect=True)
+def test_a_migration_that_never_began_is_none(at_revision: str, settings: Settings, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM alembic_version"))
+    with pytest.raises(SchemaMismatch, match="was never migrated"):
+        check_schema(settings)
