@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from anyio import to_thread
 from fastapi import Depends, Request
 from pydantic import BaseModel
-from rushes_core import jobs
+from rushes_core import arrivals
 from rushes_core.errors import InvalidRequest
 from rushes_core.fields import printable
 from rushes_core.ids import new_video_id
@@ -178,7 +178,8 @@ def admission(
         if resolved.webhook is not None:
             hook = await state["webhooks"].of_job(resolved.webhook, project=caller.project, session=session)
             values |= {"request": values["request"] | {"webhook": hook}, "webhook": NOT_TOLD_YET}
-        job = (await session.execute(jobs.create(**values))).scalar_one_or_none()
+        new = {"jobs": arrivals.encoded([values])}
+        job = (await session.execute(arrivals.CREATE, new)).scalars().one_or_none()
         if job is None:
             # the first run's commit was still on its way when this one looked for its row
             return await session.get_one(Job, video_id)

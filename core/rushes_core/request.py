@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, cast
 
 from pydantic import Field, WithJsonSchema
-from sqlalchemy import func
 
 from rushes_core.canvas import CANVASES, DEFAULT_CANVAS, Canvas, canvas_for_size
 from rushes_core.clip import ADMISSIBLE_FRAMES, FPS, MIN_SECONDS, Clip, frames_for
@@ -152,10 +151,7 @@ class ResolvedRequest:
         }
 
     def job_values(self, model: ServedModel) -> dict[str, Any]:
-        """The columns of a new job that the request decides."""
-        times: dict[str, Any] = {"run_at": self.not_before, "deadline_at": self.deadline}
-        if self.retention_seconds is not None:
-            times["retain_until"] = func.now() + timedelta(seconds=self.retention_seconds)
+        """What the request decides of a new job, as `arrivals` takes it."""
         return {
             "model": model.name,
             "prompt": self.prompt,
@@ -165,7 +161,9 @@ class ResolvedRequest:
             "num_frames": self.clip.num_frames,
             "priority": self.priority,
             "request": self.asked,
-            **{name: time for name, time in times.items() if time is not None},
+            "run_at": self.not_before,
+            "deadline_at": self.deadline,
+            "retention_seconds": self.retention_seconds,
         }
 
 
