@@ -1,5 +1,6 @@
 """Ranks as real processes: one group on this machine, gone when the call returns."""
 
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rushes_worker.parallel import SequenceParallel
-from torch import multiprocessing
+from torch.multiprocessing import start_processes
+
+# a process imports torch for all ranks, which are forks of it: imports would take them more than what they are to do
+multiprocessing.set_forkserver_preload(["pytest", "torch", "rushes_worker.pipeline.fasth3"])
 
 
 def run_ranks(
@@ -26,8 +30,12 @@ def run_ranks(
         Exception: a rank raised or died; the others are killed at once.
         TimeoutError: the ranks did not end in time; all are killed.
     """
+    # what holds a GPU must not be a fork
+    start_method = "spawn" if device == "cuda" else "forkserver"
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(_rank, (body, size, device, folder, arguments), nprocs=size, join=False)
+        context = start_processes(
+            _rank, (body, size, device, folder, arguments), nprocs=size, join=False, start_method=start_method
+        )
         deadline = time.monotonic() + timeout_seconds
         try:
             while not context.join(timeout=1):
