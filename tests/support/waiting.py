@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], *, timeout_seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], *, timeout_seconds: float = 90.0) -> None:
     """Return when `condition` holds; what it raises is raised.
 
     Raises:
@@ -14,4 +14,4 @@ def wait_until(condition: Callable[[], object], *, timeout_seconds: float = 30.0
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_seconds:g} s")
-        time.sleep(0.02)
+        time.sleep(0.05)

@@ -1,8 +1,4 @@
-"""Workers for tests: real processes on the scripted pipeline, and the jobs that they run.
-
-`python -m support.worker LAYOUT DEVICE NODES` runs one, `python -m support.worker join HOST:PORT` the node that joins
-another's.
-"""
+"""Workers for tests: real processes on the scripted pipeline, and the jobs that they run."""
 
 import json
 import signal
@@ -20,12 +16,10 @@ from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job, JobAttempt, JobEvent, Replica
-from rushes_core.settings import Settings, get_settings
+from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
-from rushes_worker import node
 from rushes_worker.child import settings_environment
 from rushes_worker.commands import Boot
-from rushes_worker.launcher import run
 from sqlalchemy import create_engine, func, select, text, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
@@ -88,7 +82,7 @@ def keys_of(job: Job) -> set[str]:
     return {job.result["key"], *(one["key"] for one in job.result["variants"].values())}
 
 
-def eventually(question: Callable[[], T | None], *, seconds: float = 60.0) -> T:
+def eventually(question: Callable[[], T | None], *, seconds: float = 120.0) -> T:
     """The first true answer to `question`; the test fails when there is none in `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := question()):
@@ -226,7 +220,7 @@ class Jobs:
         with Session(self._engine, expire_on_commit=False) as session:
             return list(session.scalars(select(Replica).order_by(Replica.started_at)))
 
-    def wait_for(self, job_id: str, *states: JobState, seconds: float = 60.0) -> Job:
+    def wait_for(self, job_id: str, *states: JobState, seconds: float = 120.0) -> Job:
         """The job once it is in one of `states`."""
 
         def reached() -> Job | None:
@@ -293,7 +287,7 @@ class Worker:
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*behind, sys.executable, "-P", "-m", "support.worker", *arguments],
+                [*behind, sys.executable, "-P", "-m", "support.worker_process", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -360,14 +354,3 @@ class JoiningNode(Worker):
         behind: Sequence[str] = (),
     ) -> None:
         self._start(settings, log, ["join", address], env, behind)
-
-
-def _main(arguments: Sequence[str]) -> int:
-    if arguments[0] == "join":
-        return node.run(get_settings(), join=arguments[1], device="cpu")
-    layout, device, nodes = arguments
-    return run(get_settings(), layout=layout, device=device, nodes=int(nodes))
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
