@@ -12,6 +12,9 @@ from rushes_core.predicates import IS_LEASED
 
 STALE_REPLICA = timedelta(days=1)
 
+_NAME_LOCK = 7_387_643
+"""The first of the two keys of advisory locks on names of replicas."""
+
 
 def upsert_replica(replica_id: str, *, drain: bool = False, **values: Any) -> ReturningInsert[bool]:
     """Record a replica's state and that it was seen now; whether it is to take no more jobs.
@@ -24,6 +27,25 @@ def upsert_replica(replica_id: str, *, drain: bool = False, **values: Any) -> Re
     return statement.on_conflict_do_update(
         index_elements=[Replica.id], set_={**values, **asked, "last_seen": func.now()}
     ).returning(Replica.drain_requested_at.is_not(None))
+
+
+def lock_name(replica_id: str) -> Select[Any]:
+    """Until the transaction ends nobody else takes the name in `replica_id`."""
+    return select(func.pg_advisory_xact_lock(_NAME_LOCK, func.hashtext(_name_of(replica_id))))
+
+
+def namesakes(replica_id: str, *, seen_within_seconds: float) -> Select[Replica]:
+    """Other replicas with the name of `replica_id` that were heard of within the last `seen_within_seconds`, and have
+    not stopped, nor are about to."""
+    return up(seen_within_seconds=seen_within_seconds).where(
+        func.split_part(Replica.id, "#", 1) == _name_of(replica_id),
+        Replica.id != replica_id,
+        Replica.state != "stopping",
+    )
+
+
+def _name_of(replica_id: str) -> str:
+    return replica_id.partition("#")[0]
 
 
 def request_drain(replica_id: str) -> ReturningUpdate[Replica]:
@@ -57,8 +79,9 @@ def _update_replica(replica_id: str) -> Update:
 def up(*, seen_within_seconds: float) -> Select[Replica]:
     """Replicas that have not stopped and have been heard of within the last `seen_within_seconds`, by name.
 
-    `detail` holds `pid`, the `checkpoint`, the `ranks`' pids, their `devices`, `failures`, the rank groups in a row
-    that ended without a completed job, and `crashed_jobs` of the last half hour, for which it may have drained itself.
+    `detail` holds `pid`, `host` and what tells the process from others, the `checkpoint`, the `ranks`' pids, their
+    `devices`, `failures`, the rank groups in a row that ended without a completed job, and `crashed_jobs` of the last
+    half hour, for which it may have drained itself.
     """
     return (
         select(Replica)

@@ -193,7 +193,8 @@ class Settings(DatabaseSettings):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts that a job gets before it fails."""
     worker_name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,100}$")] = ""
-    """Name of this worker that outlives its restarts, different from every other's; empty: the name of the host."""
+    """Name of this worker that outlives its restarts, different from every other's; empty: the name of the host. A
+    worker with the name of one that is up does not start."""
     retention_days: Annotated[int, Field(ge=0, le=36_500)] = 0
     """Days after which the clip of a completed job is removed from the store; 0: never."""
     sweep_orphans: bool = False

@@ -208,13 +208,15 @@ class TestRefusals:
         jobs.wait_ready()
         assert worker.events("store_unreachable")
 
-    def test_checkpoint_that_ranks_refuse_ends_the_worker_before_it_claims(
-        self, jobs: Jobs, start_worker: StartWorker
+    def test_checkpoint_that_ranks_refuse_ends_the_worker_before_it_claims_and_is_told_once(
+        self, settings: Settings, jobs: Jobs, start_worker: StartWorker
     ) -> None:
         job_id = jobs.add()
         worker = start_worker(layout="r2s1", env={"SCRIPTED_LOAD_ERROR": "a tensor is missing"})
         assert worker.wait() == 1
-        assert "a tensor is missing" in worker.log.read_text()
+        assert worker.log.read_text().count("a tensor is missing") == 1
+        told = [line for line in worker.log.read_text().splitlines() if not line.startswith("{")]
+        assert told == [f"rushes worker: RUSHES_CHECKPOINT: {settings.checkpoint}: a tensor is missing"]
         assert jobs.states(job_id) == ["queued"]
         assert jobs.replicas() == []
 
@@ -360,7 +362,7 @@ class TestKill:
         orphans = children(supervisor)
         assert len(orphans) == 2
         os.kill(supervisor, signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in orphans), seconds=5)
+        eventually(lambda: not any(is_alive(pid) for pid in orphans), seconds=30)
 
         # the launcher starts another one, which finds no trace on disk; the lease gives the job back
         eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
@@ -369,12 +371,22 @@ class TestKill:
         assert worker.supervisors != [supervisor]
         assert len(list(settings.scratch.iterdir())) == 1
 
-    def test_nothing_survives_a_killed_launcher(self, jobs: Jobs, start_worker: StartWorker) -> None:
-        worker = start_worker()
-        jobs.wait_ready()
+    def test_nothing_survives_a_killed_launcher_and_its_name_is_free_at_once(
+        self, jobs: Jobs, start_worker: StartWorker
+    ) -> None:
+        worker = start_worker(worker_name="farm", lease_seconds=600)
+        (replica,) = jobs.wait_ready()
+        namesake = start_worker(worker_name="farm", lease_seconds=600)
+        assert namesake.wait() == 1
+        refusal = "rushes worker: RUSHES_WORKER_NAME: the name farm is taken: replica farm-r0 is up on "
+        assert refusal in worker.log.read_text()
+        assert f" as process {replica.detail['pid']}, since " in worker.log.read_text()
+
         processes = worker.descendants
         os.kill(worker.pid, signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=5)
+        eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=30)
+        start_worker(worker_name="farm", lease_seconds=600)
+        jobs.wait_ready(2)
 
 
 class TestOutages:

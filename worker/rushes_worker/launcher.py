@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,8 @@ _STOP_MARGIN_SECONDS = 60.0
 class _Replica:
     assignment: Assignment
     process: subprocess.Popen[bytes] | None = None
+    refusal: int = -1
+    """Where it says why it can never serve."""
     started_at: float = 0.0
     failures: int = 0
     start_at: float = field(default_factory=time.monotonic)
@@ -57,6 +60,7 @@ class Launcher:
         self._settings = settings
         self._environment = settings_environment(settings)
         self._stop = threading.Event()
+        self._told: set[str] = set()
         self._replicas = [
             _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout), nodes))
             for replica in range(layout.replicas)
@@ -82,14 +86,20 @@ class Launcher:
         if replica.process is None:
             if now >= replica.start_at:
                 replica.started_at = now
+                replica.refusal, theirs = os.pipe()
                 replica.process = spawn(
-                    "rushes_worker.supervisor", replica.assignment.arguments(), env=self._environment
+                    "rushes_worker.supervisor",
+                    [str(theirs), *replica.assignment.arguments()],
+                    env=self._environment,
+                    pass_fds=(theirs,),
                 )
+                os.close(theirs)
             return None
         status = replica.process.poll()
         if status is None:
             return None
         replica.process = None
+        self._tell(replica)
         replica.failures = 1 if now - replica.started_at > _STEADY_SECONDS else replica.failures + 1
         seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (replica.failures - 1))
         replica.start_at = now + seconds
@@ -98,19 +108,28 @@ class Launcher:
             log.error("supervisor_died", replica=number, ended=how_it_ended(status), restart_seconds=seconds)
         return status
 
+    def _tell(self, replica: _Replica) -> None:
+        """Print why a supervisor that has ended can never serve, unless another one gave that reason."""
+        with os.fdopen(replica.refusal, "rb") as refusal:
+            why = refusal.read().decode(errors="replace")
+        if why and why not in self._told:
+            self._told.add(why)
+            print(f"rushes worker: {why}", file=sys.stderr, flush=True)
+
     def _drain(self) -> int:
         """Ask every supervisor to stop and wait; 0 if all left in peace."""
-        processes = [replica.process for replica in self._replicas if replica.process is not None]
-        for process in processes:
+        running = [(replica, replica.process) for replica in self._replicas if replica.process is not None]
+        for _, process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._settings.shutdown_grace_seconds + _STOP_MARGIN_SECONDS
         peaceful = True
-        for process in processes:
+        for replica, process in running:
             try:
                 status = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
+            self._tell(replica)
             # one that was still starting had no handler for the signal yet, and nothing to give back
             peaceful = peaceful and status in (0, -signal.SIGTERM)
         return 0 if peaceful else 1
@@ -209,8 +228,8 @@ def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
 def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1, weights: str | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
-    What is wrong with layout, checkpoint, devices, scratch directory, schema, encoder or buckets is printed, and nothing
-    is claimed.
+    What is wrong with layout, checkpoint, devices, scratch directory, schema, encoder or buckets is printed, and
+    nothing is claimed.
 
     Args:
         layout: `rRsS`, R replicas of S ranks each.

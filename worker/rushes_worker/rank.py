@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
-from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent
@@ -338,9 +338,10 @@ def main(arguments: list[str]) -> int:
         try:
             rank = Rank(boot, RankLine(connection))
         except (RushesError, ValueError) as error:
-            # what is raised on purpose says where in its message
-            log.error("rank_unfit", error=str(error), exc_info=not isinstance(error, RushesError))
-            connection.send(Unfit(str(error)))
+            # what is raised on purpose says where in its message, which the launcher tells once for all ranks
+            if not isinstance(error, RushesError):
+                log.exception("rank_unfit")
+            connection.send(Unfit(f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error)))
             return 1
         try:
             rank.serve()

@@ -29,7 +29,7 @@ from rushes_core.served_model import model_name
 from rushes_core.settings import Settings, get_settings
 from rushes_core.storage import ObjectStore
 
-from rushes_worker.assignment import EXIT_UNFIT, Assignment
+from rushes_worker.assignment import EXIT_UNFIT, MAX_REFUSAL_BYTES, Assignment
 from rushes_worker.attempt import Workshop
 from rushes_worker.child import end_with_parent
 from rushes_worker.claimer import Claimer
@@ -43,6 +43,7 @@ from rushes_worker.ledger import Claim, Ledger
 from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import MediaProcess
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.name import claim_name, process_detail
 from rushes_worker.node_link import NodeLink, Welcome, secret_of
 from rushes_worker.node_port import NodePort
 from rushes_worker.pipeline.options import options_of, revision_of
@@ -73,7 +74,19 @@ class Supervisor:
         self._stopping = Stopping(settings.shutdown_grace_seconds)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        model = model_name(settings, contract)
+        self._row: dict[str, Any] = {
+            "pool": settings.pool,
+            "layout": str(assignment.layout),
+            "model": model,
+            "device": assignment.kind,
+            "state": "starting",
+            "epoch": 0,
+            "job_id": None,
+            "detail": process_detail(),
+        }
         self._port = _node_port(settings, assignment, contract, on_change=self._poke)
+        claim_name(settings, self._replica_id, self._row, sleep=self._sleep)
         self._scratch = Scratch(settings.scratch, free_bytes=settings.scratch_free_bytes)
         self._plan = _plan(settings, assignment)
         self._epoch = 0
@@ -83,20 +96,10 @@ class Supervisor:
             served = replace(contract, checkpoint_content_sha256=None, base_model_revision=instead)
         revision = served.checkpoint_content_sha256 or served.base_model_revision
         self._checkpoint = {"model_id": contract.model_id, "revision": revision}
-        model = model_name(settings, contract)
         self._heartbeat = Heartbeat(
             settings,
             replica_id=self._replica_id,
-            replica={
-                "pool": settings.pool,
-                "layout": str(assignment.layout),
-                "model": model,
-                "device": assignment.kind,
-                "state": "starting",
-                "epoch": 0,
-                "job_id": None,
-                "detail": {"pid": os.getpid()},
-            },
+            replica=self._row,
             on_change=self._poke,
             is_stopping=lambda: self._stopping.requested,
         )
@@ -135,7 +138,11 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Serve until SIGTERM; returns the exit status."""
+        """Serve until SIGTERM; returns the exit status.
+
+        Raises:
+            GroupUnfit: the ranks can never be loaded as asked.
+        """
         structlog.contextvars.bind_contextvars(replica=self._replica_id)
         if self._port is not None:
             self._port.start()
@@ -149,10 +156,6 @@ class Supervisor:
                     self._drain_itself()
                 else:
                     self._serve_one_epoch()
-        except GroupUnfit as error:
-            log.error("replica_unfit", error=str(error))
-            print(f"rushes worker: {error}", file=sys.stderr, flush=True)
-            return EXIT_UNFIT
         finally:
             self._close()
         return 0
@@ -261,7 +264,7 @@ class Supervisor:
     def _detail(self, group: RankGroup | None = None) -> dict[str, Any]:
         return {
             "version": version("rushes"),
-            "pid": os.getpid(),
+            **self._row["detail"],
             "checkpoint": self._checkpoint,
             "ranks": [] if group is None else group.pids,
             "devices": [] if group is None else [_device_of(rank) for rank in group.devices],
@@ -275,9 +278,14 @@ class Supervisor:
             return
         seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (self._failures - 2))
         log.warning("group_postponed", failures=self._failures, seconds=seconds)
+        self._sleep(seconds)
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait; False when the replica was asked to stop."""
         deadline = time.monotonic() + seconds
         while not self._stopping.requested and time.monotonic() < deadline:
             time.sleep(min(0.2, seconds))
+        return not self._stopping.requested
 
     def _on_hint(self) -> None:
         self._claimer.hint()
@@ -358,14 +366,25 @@ def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
 
 def main(arguments: list[str]) -> int:
     end_with_parent(int(arguments[0]))
+    refusal = int(arguments[1])
+    # what this process starts must not keep it open
+    os.set_inheritable(refusal, False)
     settings = get_settings()
     configure_logging(settings.log_level, json=settings.log_json)
     try:
-        supervisor = Supervisor(settings, Assignment.parse(arguments[1:]))
+        supervisor = Supervisor(settings, Assignment.parse(arguments[2:]))
     except (CheckpointError, ValueError) as error:
-        print(f"rushes worker: {error}", file=sys.stderr, flush=True)
-        return EXIT_UNFIT
-    return supervisor.run()
+        return _refuse(refusal, f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error))
+    try:
+        return supervisor.run()
+    except GroupUnfit as error:
+        return _refuse(refusal, str(error))
+
+
+def _refuse(refusal: int, why: str) -> int:
+    """Have the launcher say why, once for all replicas."""
+    os.write(refusal, why.encode()[:MAX_REFUSAL_BYTES])
+    return EXIT_UNFIT
 
 
 if __name__ == "__main__":

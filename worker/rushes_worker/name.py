@@ -1,0 +1,116 @@
+"""The name of a replica: jobs remember by it, over restarts, which replicas they crashed. No two that are up share one.
+
+A row says which process it is of, so that one that died is known by that where it can be looked for: in the same system
+and the same namespace of processes. Elsewhere, as from another container, a row counts as long as it is refreshed.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rushes_core import replicas
+from rushes_core.database import create_sync_engine
+from rushes_core.log import get_logger
+from rushes_core.models import Replica
+from rushes_core.setting_rules import variable
+from rushes_core.settings import Settings
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+log = get_logger(__name__)
+
+_LOOK_SECONDS = 0.5
+_ENDED = "ZX"
+
+
+class NameTaken(ValueError):
+    """Another replica that is up has the name."""
+
+
+def process_detail() -> dict[str, Any]:
+    """What a replica's row says of this process: `pid`, `host`, and what tells it from others of that number."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "namespace": _namespace(), "ticks": _ticks(os.getpid())}
+
+
+def claim_name(settings: Settings, replica_id: str, row: dict[str, Any], *, sleep: Callable[[float], bool]) -> None:
+    """Write the first row of a replica, unless another one that is up has its name.
+
+    One of which it cannot be seen whether it died is waited for, until its row is refreshed or `lease_seconds` old.
+    With the database away the name is not looked at.
+
+    Args:
+        sleep: waits so many seconds; False: the replica was asked to stop.
+
+    Raises:
+        NameTaken: names the other one, its host and process, and since when it is up.
+    """
+    engine = create_sync_engine(settings, pool_size=1)
+    seen: dict[str, datetime] = {}
+    told: list[str] = []
+    try:
+        while awaited := _claim(engine, replica_id, row, seen, lease_seconds=settings.lease_seconds):
+            if awaited != told:
+                told = awaited
+                log.info("name_awaited", holders=awaited)
+            if not sleep(_LOOK_SECONDS):
+                return
+    except SQLAlchemyError as error:
+        log.warning("name_unchecked", error=str(error).splitlines()[0])
+    finally:
+        engine.dispose()
+
+
+def _claim(
+    engine: Engine, replica_id: str, row: dict[str, Any], seen: dict[str, datetime], *, lease_seconds: int
+) -> list[str]:
+    """The replicas that are to be waited for; none: the row is written.
+
+    Args:
+        seen: when each was heard of last, as it was read first.
+    """
+    with Session(engine) as session, session.begin():
+        session.execute(replicas.lock_name(replica_id))
+        namesakes = session.scalars(replicas.namesakes(replica_id, seen_within_seconds=lease_seconds))
+        holders = [one for one in namesakes if _runs(one.detail) is not False]
+        for holder in holders:
+            if _runs(holder.detail) or seen.setdefault(holder.id, holder.last_seen) != holder.last_seen:
+                raise NameTaken(_complaint(holder))
+        if not holders:
+            session.execute(replicas.upsert_replica(replica_id, **row))
+        return [holder.id for holder in holders]
+
+
+def _runs(detail: dict[str, Any]) -> bool | None:
+    """Whether the process that a row is of runs; None: it cannot be seen from here."""
+    if detail.get("namespace") != _namespace():
+        return None
+    return _ticks(detail["pid"]) == detail["ticks"]
+
+
+def _complaint(holder: Replica) -> str:
+    replica = holder.id.partition("#")[0]
+    name = replica.rpartition("-r")[0]
+    host, pid = holder.detail.get("host", "an unknown host"), holder.detail.get("pid", "unknown")
+    return (
+        f"{variable('worker_name')}: the name {name} is taken: replica {replica} is up on {host} as process {pid}, "
+        f"since {holder.started_at:%Y-%m-%d %H:%M:%S} UTC. Stop that worker, or give this one another name; empty, it "
+        "is the name of the host"
+    )
+
+
+def _namespace() -> str:
+    """Of the numbers of processes: of this boot of this system, and of this container."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _ticks(pid: int) -> int | None:
+    """When process `pid` was started, in ticks of this boot; None: it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in _ENDED else int(fields[19])
