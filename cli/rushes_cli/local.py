@@ -18,7 +18,7 @@ from rushes_core.prompt import PromptTokenizer
 from rushes_core.setting_rules import problems
 from rushes_core.settings import Settings
 from rushes_worker.devices import find_devices
-from rushes_worker.launcher import check_options, check_pipeline
+from rushes_worker.launcher import check_devices_serve, check_options, check_pipeline
 from rushes_worker.layout import Layout
 from rushes_worker.media.settings import EncoderSettings
 
@@ -56,10 +56,10 @@ class Parts:
         try:
             settings = _settings_but_for_servers()
             check_pipeline(settings.pipeline)
-            check_options(settings)
+            options = check_options(settings)
             layout = Layout.parse(self.layout)
             EncoderSettings.of(settings, replicas=layout.replicas)
-            find_devices(layout, self.device)
+            check_devices_serve(settings, options, find_devices(layout, self.device))
         except ValidationError as error:
             raise UsageError(f"settings: {problems(error, Settings)}") from None
         except ValueError as error:

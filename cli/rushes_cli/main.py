@@ -151,10 +151,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     api.set_defaults(run=_api)
 
     worker = commands.add_parser("worker", help="run a worker: replicas of the model on this machine's devices")
-    worker.add_argument("--layout", default="r1s1", help="replicas and GPUs of each (default r1s1)")
+    worker.add_argument("--layout", help="replicas and GPUs of each (default r1s1, or that of the node that is joined)")
     worker.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    worker.add_argument("--nodes", type=int, default=1, help="machines that share the ranks of one replica: 1 or 2")
-    worker.add_argument("--node-rank", type=int, default=0, help="which of them this is: 0, unless it joins")
+    worker.add_argument("--nodes", type=int, help="machines that share the ranks of one replica: 1 (the default) or 2")
+    worker.add_argument("--node-rank", type=int, help="which of them this is: 0, or 1 when it joins")
     worker.add_argument("--join", metavar="HOST", help="be the second node of the replica whose first node is HOST")
     worker.add_argument(
         "--weights",
@@ -231,17 +231,21 @@ def _worker(arguments: argparse.Namespace) -> int:
 
         if arguments.weights is not None:
             raise UsageError("--weights is said to the first node, which tells this one")
-        return node.run(settings, join=arguments.join, device=arguments.device)
-    if arguments.node_rank != 0:
+        if arguments.node_rank not in (None, 1):
+            raise UsageError(f"--node-rank {arguments.node_rank}: the node that joins is 1")
+        if arguments.nodes not in (None, 2):
+            raise UsageError(f"--nodes {arguments.nodes}: the node that joins is one of 2")
+        return node.run(settings, join=arguments.join, device=arguments.device, layout=arguments.layout)
+    if arguments.node_rank not in (None, 0):
         raise UsageError(f"--node-rank {arguments.node_rank}: every node but the first is started with --join HOST")
 
     from rushes_worker import launcher
 
     return launcher.run(
         settings,
-        layout=arguments.layout,
+        layout=arguments.layout or "r1s1",
         device=arguments.device,
-        nodes=arguments.nodes,
+        nodes=1 if arguments.nodes is None else arguments.nodes,
         weights=arguments.weights,
     )
 

@@ -18,7 +18,6 @@ from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_core.storage import RESULTS, ObjectStore
-from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from sqlalchemy import make_url
 from support.forwarder import Forwarder
 from support.media import box_order
@@ -231,16 +230,6 @@ class TestRefusals:
         worker = start_worker(pipeline=pipeline)
         assert worker.wait() == 1
         assert f"RUSHES_PIPELINE={pipeline} cannot be called as a pipeline is" in worker.log.read_text()
-
-    def test_option_that_the_pipeline_cannot_serve_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
-        write_tiny_checkpoint(tmp_path / "checkpoint")
-        worker = start_worker(
-            checkpoint=tmp_path / "checkpoint",
-            pipeline="rushes_worker.pipeline.fasth3:FastH3Pipeline",
-            pipeline_options="attention=hopper",
-        )
-        assert worker.wait() == 1
-        assert "provider hopper cannot serve" in worker.log.read_text()
 
 
 class TestStop:

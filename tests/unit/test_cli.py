@@ -127,6 +127,10 @@ def _served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--nodes", "3"], 1, "nodes must be 1 or 2, got 3"),
         (["--layout", "r2s4", "--nodes", "2"], 1, "layout r2s4 over 2 nodes: expected one replica"),
         (["--join", "host:port"], 1, "--join takes HOST or HOST:PORT, got 'host:port'"),
+        (["--join", "host", "--node-rank", "0"], 2, "--node-rank 0: the node that joins is 1"),
+        (["--join", "host", "--nodes", "1"], 2, "--nodes 1: the node that joins is one of 2"),
+        (["--join", "host", "--layout", "r1s3"], 1, "layout 'r1s3': s must be one of"),
+        (["--join", "host", "--layout", "r2s4"], 1, "layout r2s4 over 2 nodes: expected one replica"),
     ],
 )
 def test_nodes_that_no_replica_can_have_are_refused(
@@ -154,6 +158,29 @@ def test_options_that_the_pipeline_does_not_take_are_refused_before_ranks_start(
     assert main(["worker", "--device", "cpu"]) == 1
     told = capsys.readouterr().err
     assert re.search(f"rushes worker: RUSHES_PIPELINE_OPTIONS={options}: {problem}\n$", told), told
+
+
+@pytest.mark.usefixtures("_served")
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("PIPELINE_OPTIONS", "attention=hopper", ": attention=hopper needs a GPU, and this worker runs on the CPU"),
+        ("PIPELINE_OPTIONS", "attention=triton", ": attention=triton needs a GPU, and this worker runs on the CPU"),
+        (
+            "CAPTURE",
+            "1344x768x124",
+            " captures graphs of a GPU, and this worker runs on the CPU; leave it empty",
+        ),
+    ],
+)
+def test_what_only_gpus_do_is_refused_on_the_cpu_before_ranks_start(
+    name: str, value: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"RUSHES_{name}", value)
+    assert main(["worker", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.endswith(f"rushes worker: RUSHES_{name}={value}{reason}\n")
+    assert main(["up", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith(f"rushes up: RUSHES_{name}={value}{reason}\n")
 
 
 @pytest.mark.usefixtures("_served")

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 from rushes_worker import devices
 from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, runs_on, visible_devices
+from rushes_worker.launcher import check_devices_serve, check_options
 from rushes_worker.layout import Layout
+from support.api import offline_settings
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-377e0049-2e4b-4f6a-8a5c-0d5f3e1b2c3d"
@@ -56,6 +60,10 @@ class TestFindDevices:
         layout = Layout.parse("r2s2")
         found = find_devices(layout, "cuda", driver=HOPPERS)
         assert [found.of_replica(replica, layout) for replica in (0, 1)] == [("0", "1"), ("2", "3")]
+
+    def test_what_they_are_capable_of_is_told_of_those_that_are_used(self) -> None:
+        mixed = Driver(0, 13000, ("H200", "A100"), ((9, 0), (8, 0)))
+        assert find_devices(Layout.parse("r1s1"), "cuda", driver=mixed).capabilities == ((9, 0),)
 
     def test_names_of_the_operator_are_dealt_out_untouched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VISIBLE, f"{UUID}, 3")
@@ -149,3 +157,13 @@ def test_code_that_does_not_run_on_a_device_is_known(
     architectures: list[str], capability: tuple[int, int], expected: bool
 ) -> None:
     assert runs_on(architectures, capability) is expected
+
+
+def test_attention_for_hoppers_is_refused_on_others_by_their_capability() -> None:
+    settings = offline_settings(Path("nowhere"), pipeline_options="attention=hopper")
+    options = check_options(settings)
+    check_devices_serve(settings, options, Devices("cuda", ("0", "1"), ((9, 0), (9, 0))))
+    with pytest.raises(
+        ValueError, match=r"RUSHES_PIPELINE_OPTIONS=attention=hopper: .* compute capability 9\.0, device 3 has 8\.0"
+    ):
+        check_devices_serve(settings, options, Devices("cuda", ("0", "3"), ((9, 0), (8, 0))))

@@ -1,8 +1,14 @@
 import socket
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from rushes_core.contract import load_contract
+from rushes_worker.layout import Layout
 from rushes_worker.network import interface_of
-from rushes_worker.node import parse_address
+from rushes_worker.node import match, parse_address
+from rushes_worker.node_link import Welcome
+from support.worker import write_contract
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,19 @@ def test_interface_of_the_address_that_leads_out() -> None:
             pytest.skip("no network but loopback")
         address = probe.getsockname()[0]
     assert interface_of(address) in {name for _, name in socket.if_nameindex()} - {"lo"}
+
+
+@pytest.mark.parametrize("layout", [None, Layout.parse("r1s4")])
+def test_a_node_joins_a_first_one_of_the_layout_that_it_was_told_or_of_any(
+    layout: Layout | None, tmp_path: Path
+) -> None:
+    contract = load_contract(write_contract(tmp_path / "checkpoint"))
+    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4")
+    assert match(welcome, contract=contract, kind="cpu", layout=layout).kind == "cpu"
+
+
+def test_a_node_that_was_told_another_layout_does_not_join(tmp_path: Path) -> None:
+    contract = load_contract(write_contract(tmp_path / "checkpoint"))
+    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4")
+    with pytest.raises(ValueError, match="this node's --layout is r1s8, the first node's is r1s4"):
+        match(welcome, contract=contract, kind="cpu", layout=Layout.parse("r1s8"))

@@ -35,6 +35,8 @@ class Devices:
     """`cpu` or `cuda`."""
     visible: tuple[str, ...]
     """One entry for `CUDA_VISIBLE_DEVICES` per rank of all replicas, as the operator wrote them; empty on the CPU."""
+    capabilities: tuple[tuple[int, int], ...] = ()
+    """Compute capability of each."""
 
     def of_replica(self, replica: int, layout: Layout) -> tuple[str, ...]:
         """The entries of replica `replica`, in the order of its ranks."""
@@ -141,7 +143,7 @@ def find_devices(layout: Layout, kind: str, *, nodes: int = 1, driver: Driver | 
                 f"device {entry} ({name}) has compute capability {capability[0]}.{capability[1]}, "
                 f"needed is {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
             )
-    return Devices("cuda", entries[:num_ranks])
+    return Devices("cuda", entries[:num_ranks], driver.capabilities[:num_ranks])
 
 
 def torch_cuda_build() -> str | None:

@@ -28,7 +28,14 @@ from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.trial import try_encoder
 from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
-from rushes_worker.pipeline.options import SYNTHETIC, PipelineOptions, options_of, seed_of
+from rushes_worker.pipeline.options import (
+    GPU_ATTENTION,
+    HOPPER_CAPABILITY,
+    SYNTHETIC,
+    PipelineOptions,
+    options_of,
+    seed_of,
+)
 from rushes_worker.scratch import check_directory
 from rushes_worker.stopping import ignore_signals
 
@@ -206,6 +213,30 @@ def check_options(settings: Settings) -> PipelineOptions | None:
         raise ValueError(f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}: {error}") from error
 
 
+def check_devices_serve(settings: Settings, options: PipelineOptions | None, devices: Devices) -> None:
+    """Raise `ValueError` when these devices cannot do what the pipeline is asked for."""
+    if options is None:
+        return
+    asked = f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}"
+    on_gpus = devices.kind == "cuda"
+    if options.synthetic_seed is not None and not on_gpus:
+        raise ValueError(f"{asked} draws weights of the released sizes on a GPU, found none")
+    if options.attention in GPU_ATTENTION and not on_gpus:
+        raise ValueError(f"{asked}: attention={options.attention} needs a GPU, and this worker runs on the CPU")
+    if options.attention == "hopper":
+        for entry, (major, minor) in zip(devices.visible, devices.capabilities, strict=True):
+            if (major, minor) != HOPPER_CAPABILITY:
+                needed = ".".join(map(str, HOPPER_CAPABILITY))
+                raise ValueError(
+                    f"{asked}: attention=hopper needs compute capability {needed}, device {entry} has {major}.{minor}"
+                )
+    if options.captures and not on_gpus:
+        raise ValueError(
+            f"RUSHES_CAPTURE={settings.capture} captures graphs of a GPU, and this worker runs on the CPU; "
+            "leave it empty"
+        )
+
+
 def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
     """Settings whose ranks draw random weights of the released sizes instead of reading the checkpoint's.
 
@@ -247,9 +278,9 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         options = check_options(settings)
         load_contract(settings.checkpoint)
         devices = find_devices(wanted, device, nodes=nodes)
-        if devices.kind != "cuda" and (weights or (options is not None and options.synthetic_seed is not None)):
-            asked = f"--weights {weights}" if weights else f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}"
-            raise ValueError(f"{asked} draws weights of the released sizes on a GPU, found none")
+        if weights and devices.kind != "cuda":
+            raise ValueError(f"--weights {weights} draws weights of the released sizes on a GPU, found none")
+        check_devices_serve(settings, options, devices)
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)

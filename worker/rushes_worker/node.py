@@ -17,13 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rushes_core.contract import load_contract
+from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import CheckpointError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
 
 from rushes_worker.commands import AudioReady, Boot, Done, Failed, Refused, Render, Report, Stopped, UnitReady
-from rushes_worker.devices import find_devices
+from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import NODES, Layout
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.network import interface_of
@@ -59,9 +59,13 @@ class Node:
 
     Args:
         kind: `cpu`, `cuda` or `auto`.
+        layout: what that of the first node must be; None: whatever it is.
     """
 
-    def __init__(self, settings: Settings, address: tuple[str, int], kind: str, *, scratch: Scratch) -> None:
+    def __init__(
+        self, settings: Settings, address: tuple[str, int], kind: str, *, layout: Layout | None, scratch: Scratch
+    ) -> None:
+        self._layout = layout
         self._settings = settings
         self._address = address
         self._kind = kind
@@ -121,10 +125,11 @@ class Node:
                     connected.close()
                     return None
                 try:
-                    self._visible = self._match(welcome)
+                    devices = match(welcome, contract=self._contract, kind=self._kind, layout=self._layout)
                 except ValueError as error:
                     connection.send(str(error))
                     raise
+                self._kind, self._visible = devices.kind, devices.visible
                 connection.send(Joined(socket.gethostname()))
             finally:
                 connection.close()
@@ -133,26 +138,6 @@ class Node:
             connected.close()
             return None
         return NodeLink(connected, on_loss=self._wake.poke)
-
-    def _match(self, welcome: Welcome) -> tuple[str, ...]:
-        """The devices for its share of the ranks.
-
-        Raises:
-            ValueError: version, checkpoint or devices are not what the first node needs.
-        """
-        wanted = Layout.parse(welcome.layout)
-        for what, ours, theirs in (
-            ("version", version("rushes"), welcome.version),
-            ("checkpoint", self._contract.model_id, welcome.contract.model_id),
-            ("contract of the checkpoint", self._contract, welcome.contract),
-        ):
-            if ours != theirs:
-                raise ValueError(f"this node's {what} is {ours}, the first node's is {theirs}")
-        devices = find_devices(wanted, self._kind, nodes=NODES)
-        if devices.kind != welcome.kind:
-            raise ValueError(f"this node's ranks would run on {devices.kind}, the first node's run on {welcome.kind}")
-        self._kind = devices.kind
-        return devices.visible
 
     def _note(self, reason: str) -> None:
         """Log why it is not joined, once."""
@@ -271,6 +256,32 @@ class _Epochs:
         log.info("ranks_ended", epoch=self._epoch)
 
 
+def match(welcome: Welcome, *, contract: InferenceContract, kind: str, layout: Layout | None) -> Devices:
+    """The devices of a node that joins for its share of the ranks.
+
+    Args:
+        contract: of its checkpoint.
+        kind: `cpu`, `cuda` or `auto`.
+        layout: what the first node's must be; None: whatever it is.
+
+    Raises:
+        ValueError: version, checkpoint, layout or devices are not what the first node needs.
+    """
+    wanted = Layout.parse(welcome.layout)
+    for what, ours, theirs in (
+        ("version", version("rushes"), welcome.version),
+        ("checkpoint", contract.model_id, welcome.contract.model_id),
+        ("contract of the checkpoint", contract, welcome.contract),
+        ("--layout", layout or wanted, wanted),
+    ):
+        if ours != theirs:
+            raise ValueError(f"this node's {what} is {ours}, the first node's is {theirs}")
+    devices = find_devices(wanted, kind, nodes=NODES)
+    if devices.kind != welcome.kind:
+        raise ValueError(f"this node's ranks would run on {devices.kind}, the first node's run on {welcome.kind}")
+    return devices
+
+
 def parse_address(text: str, default_port: int) -> tuple[str, int]:
     """`HOST` or `HOST:PORT`.
 
@@ -295,16 +306,23 @@ def _check_host(host: str) -> None:
         raise ValueError(f"--join {host} cannot be resolved: {error}") from error
 
 
-def run(settings: Settings, *, join: str, device: str = "auto") -> int:
-    """Be the second node of a replica until SIGTERM or SIGINT; returns the exit status. Call from the main thread."""
+def run(settings: Settings, *, join: str, device: str = "auto", layout: str | None = None) -> int:
+    """Be the second node of a replica until SIGTERM or SIGINT; returns the exit status. Call from the main thread.
+
+    Args:
+        layout: what the first node's must be; None: whatever it is.
+    """
     configure_logging(settings.log_level, json=settings.log_json)
     try:
         address = parse_address(join, settings.node_port)
+        wanted = None if layout is None else Layout.parse(layout)
+        if wanted is not None:
+            wanted.ranks_per_node(NODES)
         _check_host(address[0])
         check_directory(settings.scratch)
         scratch = Scratch(settings.scratch)
         try:
-            return _serve(settings, address, device, scratch)
+            return _serve(Node(settings, address, device, layout=wanted, scratch=scratch))
         finally:
             scratch.remove()
     except (ValueError, CheckpointError) as error:
@@ -312,9 +330,7 @@ def run(settings: Settings, *, join: str, device: str = "auto") -> int:
         return 1
 
 
-def _serve(settings: Settings, address: tuple[str, int], device: str, scratch: Scratch) -> int:
-    node = Node(settings, address, device, scratch=scratch)
-
+def _serve(node: Node) -> int:
     def on_signal(signum: int, frame: FrameType | None) -> None:
         node.request_stop()
 

@@ -18,6 +18,10 @@ TEXT_CAPACITIES, CAPTURE, GRAPH_BYTES = "text-capacities", "capture", "graph-byt
 SYNTHETIC = "synthetic"
 ATTENTION = ("hopper", "triton", "torch")
 """Providers of sparse attention. Whether one can serve is for the rank to say, which has the device."""
+GPU_ATTENTION = ("hopper", "triton")
+"""Those that no CPU serves."""
+HOPPER_CAPABILITY = (9, 0)
+"""Compute capability of the devices that `hopper` is for."""
 
 
 @dataclass(frozen=True, slots=True)
