@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from support.forwarder import Forwarder
-from support.processes import is_alive
+from support.processes import children, is_alive
 from support.stack import SharedStack
 from support.worker import SCRIPTED, Jobs, JoiningNode, Worker, eventually, write_contract
 
@@ -32,12 +33,11 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture
-def settings(stack: SharedStack, tmp_path: Path) -> Settings:
+def settings_of_two_nodes(stack: SharedStack, folder: Path) -> Settings:
     return stack.settings(
-        checkpoint=write_contract(tmp_path / "checkpoint"),
+        checkpoint=write_contract(folder / "checkpoint"),
         pipeline=SCRIPTED,
-        scratch=tmp_path / "scratch",
+        scratch=folder / "scratch",
         poll_seconds=0.1,
         heartbeat_seconds=0.2,
         provenance="off",
@@ -46,6 +46,11 @@ def settings(stack: SharedStack, tmp_path: Path) -> Settings:
         node_secret=SECRET,
         drain_after_crashes=100,
     )
+
+
+@pytest.fixture
+def settings(stack: SharedStack, tmp_path: Path) -> Settings:
+    return settings_of_two_nodes(stack, tmp_path)
 
 
 @pytest.fixture
@@ -62,6 +67,7 @@ class Pair:
         self._settings = settings
         self._folder = folder
         self._running = running
+        self._numbers = count(2)
         self.door = running.enter_context(Forwarder(f"tcp://{HOST}:{settings.node_port}"))
         self.door.open()
 
@@ -81,8 +87,9 @@ class Pair:
             "node_host": "",
         }
         chosen = self._settings.model_copy(update=elsewhere | changes)
+        log = self._folder / f"node-{next(self._numbers)}.log"
         return self._running.enter_context(
-            JoiningNode(chosen, self._folder / "second.log", join or f"127.0.0.1:{self.door.port}", env=ONE_THREAD)
+            JoiningNode(chosen, log, join or f"127.0.0.1:{self.door.port}", env=ONE_THREAD)
         )
 
 
@@ -92,16 +99,52 @@ def pair(settings: Settings, tmp_path: Path) -> Iterator[Pair]:
         yield Pair(settings, tmp_path, running)
 
 
+class Running:
+    """Both nodes of one r1s2 that runs, with its jobs. A test leaves it as it was, or as it comes back by itself."""
+
+    def __init__(self, settings: Settings, folder: Path, running: ExitStack) -> None:
+        self.settings = settings
+        self.jobs = Jobs(settings)
+        running.callback(self.jobs.close)
+        self.pair = Pair(settings, folder, running)
+        self.first = self.pair.start_first()
+        self.start_second()
+
+    def start_second(self) -> None:
+        self.second = self.pair.start_second()
+
+    def wait_ready(self, epoch: int = 0) -> Replica:
+        """The replica once its group of this epoch, or any, is ready."""
+
+        def ready() -> Replica | None:
+            # a killed supervisor leaves its row as it was
+            replica = next(iter(self.jobs.all_replicas()[::-1]), None)
+            if replica is None or replica.state != "ready" or (epoch and replica.epoch != epoch):
+                return None
+            # nor does it say so at once when the second node is lost
+            return replica if children(self.second.pid) == [rank_of(self.second)] else None
+
+        return eventually(ready)
+
+
+@pytest.fixture(scope="module")
+def shared_nodes(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("nodes")
+    with ExitStack() as running:
+        yield Running(settings_of_two_nodes(stack, folder), folder, running)
+
+
+@pytest.fixture
+def nodes(shared_nodes: Running) -> Running:
+    """Two nodes that have joined and are ready."""
+    shared_nodes.wait_ready()
+    return shared_nodes
+
+
 def rank_of(worker: Worker) -> int:
     """The rank that the second node runs."""
     (pid,) = worker.events("ranks_starting")[-1]["pids"]
     return int(pid)
-
-
-def ready(jobs: Jobs, epoch: int) -> Replica:
-    return eventually(
-        lambda: next((one for one in jobs.replicas() if (one.state, one.epoch) == ("ready", epoch)), None)
-    )
 
 
 def test_two_nodes_make_the_clip_that_one_makes(settings: Settings, jobs: Jobs, pair: Pair, tmp_path: Path) -> None:
@@ -146,30 +189,30 @@ def test_first_node_that_waits_can_be_stopped(jobs: Jobs, pair: Pair) -> None:
     assert first.wait() == 0
 
 
-def kill_rank_of_the_second(pair: Pair, first: Worker, second: JoiningNode) -> str:
-    os.kill(rank_of(second), signal.SIGKILL)
+def kill_rank_of_the_second(nodes: Running) -> str:
+    os.kill(rank_of(nodes.second), signal.SIGKILL)
     return "Rank 1 of the worker was killed by SIGKILL."
 
 
-def kill_rank_of_the_first(pair: Pair, first: Worker, second: JoiningNode) -> str:
-    os.kill(first.events("group_starting")[-1]["pids"][0], signal.SIGKILL)
+def kill_rank_of_the_first(nodes: Running) -> str:
+    os.kill(nodes.first.events("group_starting")[-1]["pids"][0], signal.SIGKILL)
     return "Rank 0 of the worker was killed by SIGKILL."
 
 
-def kill_the_second_node(pair: Pair, first: Worker, second: JoiningNode) -> str:
-    os.kill(second.pid, signal.SIGKILL)
-    second.wait()
+def kill_the_second_node(nodes: Running) -> str:
+    os.kill(nodes.second.pid, signal.SIGKILL)
+    nodes.second.wait()
     return "The other node of the worker was lost."
 
 
-def freeze_the_second_node(pair: Pair, first: Worker, second: JoiningNode) -> str:
+def freeze_the_second_node(nodes: Running) -> str:
     # the connection stays open, and nothing comes any more: what a machine that lost its power leaves
-    os.kill(second.pid, signal.SIGSTOP)
+    os.kill(nodes.second.pid, signal.SIGSTOP)
     return "The other node of the worker was lost."
 
 
-def cut_the_link(pair: Pair, first: Worker, second: JoiningNode) -> str:
-    pair.door.shut()
+def cut_the_link(nodes: Running) -> str:
+    nodes.pair.door.shut()
     return "The other node of the worker was lost."
 
 
@@ -178,68 +221,68 @@ def cut_the_link(pair: Pair, first: Worker, second: JoiningNode) -> str:
     [
         (kill_rank_of_the_second, None),
         (kill_rank_of_the_first, None),
-        (kill_the_second_node, lambda pair, second: pair.start_second()),
-        (freeze_the_second_node, lambda pair, second: os.kill(second.pid, signal.SIGCONT)),
-        (cut_the_link, lambda pair, second: pair.door.open()),
+        (kill_the_second_node, Running.start_second),
+        (freeze_the_second_node, lambda nodes: os.kill(nodes.second.pid, signal.SIGCONT)),
+        (cut_the_link, lambda nodes: nodes.pair.door.open()),
     ],
     ids=["rank-of-second", "rank-of-first", "second-node", "silent-node", "link"],
 )
 def test_loss_ends_the_group_on_both_nodes_and_the_job_runs_again(
-    jobs: Jobs,
-    pair: Pair,
-    lose: Callable[[Pair, Worker, JoiningNode], str],
-    restore: Callable[[Pair, JoiningNode], object] | None,
+    nodes: Running, lose: Callable[[Running], str], restore: Callable[[Running], object] | None
 ) -> None:
-    first, second = pair.start_first(), pair.start_second()
-    ready(jobs, 1)
-    job_id = jobs.add("[step 0.5 on attempt 1]")
+    jobs = nodes.jobs
+    before = nodes.wait_ready()
+    job_id = jobs.add("[hang at step 3 on attempt 1]")
     jobs.wait_for_step(job_id, 2)
-    ranks = [*first.events("group_starting")[-1]["pids"], rank_of(second)]
-    message = lose(pair, first, second)
+    ranks = [*nodes.first.events("group_starting")[-1]["pids"], rank_of(nodes.second)]
+    message = lose(nodes)
     frozen = lose is freeze_the_second_node
     # a frozen node ends its own when it wakes up
-    eventually(lambda: not any(is_alive(pid) for pid in (ranks[:1] if frozen else ranks)), seconds=5)
+    eventually(lambda: not any(is_alive(pid) for pid in (ranks[:1] if frozen else ranks)), seconds=30)
     if restore is not None:
         eventually(lambda: jobs.get(job_id).state == JobState.QUEUED)
-        restore(pair, second)
+        restore(nodes)
     job = jobs.wait_completed(job_id)
     assert (job.attempt, job.crash_count) == (2, 1)
     error = jobs.attempts(job_id)[0].error
     assert error is not None
     assert (error["code"], error["message"]) == ("worker_lost", message)
-    assert ready(jobs, 2).layout == "r1s2"
+    after = nodes.wait_ready(before.epoch + 1)
+    assert (after.id, after.layout) == (before.id, "r1s2")
     assert not any(is_alive(pid) for pid in ranks)
 
 
-def test_first_node_that_dies_ends_the_ranks_of_the_second(jobs: Jobs, pair: Pair) -> None:
-    first, second = pair.start_first(), pair.start_second()
-    ready(jobs, 1)
-    before = rank_of(second)
+def test_first_node_that_dies_ends_the_ranks_of_the_second(nodes: Running) -> None:
+    before = rank_of(nodes.second)
     # its worker starts it again
-    (supervisor,) = first.supervisors
+    (supervisor,) = nodes.first.supervisors
     os.kill(supervisor, signal.SIGKILL)
-    eventually(lambda: not is_alive(before), seconds=5)
-    job = jobs.wait_completed(jobs.add())
+    eventually(lambda: not is_alive(before), seconds=30)
+    job = nodes.jobs.wait_completed(nodes.jobs.add())
     assert job.attempt == 1
-    assert rank_of(second) != before
+    assert rank_of(nodes.second) != before
 
 
-def test_stranger_is_turned_away_and_disturbs_nobody(jobs: Jobs, pair: Pair, settings: Settings) -> None:
-    first, second = pair.start_first(), pair.start_second()
-    ready(jobs, 1)
-    with socket.create_connection((HOST, settings.node_port)) as silent:
+def test_stranger_is_turned_away_and_disturbs_nobody(nodes: Running) -> None:
+    jobs, first = nodes.jobs, nodes.first
+    epoch, starts = nodes.wait_ready().epoch, len(nodes.second.events("ranks_starting"))
+    strangers = len(first.events("node_turned_away"))
+    with socket.create_connection((HOST, nodes.settings.node_port)) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        eventually(lambda: first.events("node_turned_away"))
-    late = pair.start_second(node_secret=SecretStr("what one does not know"))
-    eventually(lambda: len(first.events("node_turned_away")) > 1)
+        eventually(lambda: len(first.events("node_turned_away")) > strangers)
+    strangers = len(first.events("node_turned_away"))
+    late = nodes.pair.start_second(node_secret=SecretStr("what one does not know"))
+    eventually(lambda: len(first.events("node_turned_away")) > strangers)
     late.terminate()
     assert late.wait() == 0
     # nor does one that knows the secret take the place of a node that is alive
-    spare = pair.start_second()
+    spare = nodes.pair.start_second()
     eventually(lambda: "another node has joined" in spare.log.read_text())
+    spare.terminate()
+    assert spare.wait() == 0
     assert jobs.wait_completed(jobs.add()).attempt == 1
-    assert ready(jobs, 1).epoch == 1
-    assert len(second.events("ranks_starting")) == 1
+    assert nodes.wait_ready().epoch == epoch
+    assert len(nodes.second.events("ranks_starting")) == starts
 
 
 class TestRefusals:
