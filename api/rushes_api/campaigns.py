@@ -84,6 +84,28 @@ class _Sent:
         return {"id": self.id, "filename": self.filename, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
+class _Form(FileForm):
+    """A file and the options of its campaign.
+
+    Args:
+        options: what the query says.
+        is_judged: the options that come before the file are looked at before it is read.
+    """
+
+    def __init__(self, max_bytes: int, options: dict[str, Any], *, is_judged: bool) -> None:
+        super().__init__(max_bytes, fields=OPTION_PARAMETERS, max_text_bytes=_MAX_OPTION_BYTES)
+        self._options = options
+        self._is_judged = is_judged
+
+    def begin_file(self) -> None:
+        if self._is_judged:
+            CampaignRequest.check_so_far(self.members())
+
+    def members(self) -> dict[str, Any]:
+        """The options so far."""
+        return joined(options_of(self.texts), self._options)
+
+
 async def submit(
     request: Request, *, caller: Caller, key: str | None, query: Mapping[str, str], state: State, is_batch: bool
 ) -> Response:
@@ -188,14 +210,16 @@ async def _with_file(
         # what is sent again with its key is answered again, right or not, room or not
         if media_type != MULTIPART:
             CampaignRequest.parse(options)
+        else:
+            CampaignRequest.check_so_far(options)
         async with state["sessions"].begin() as session:
             await check_room(session, settings, project=caller.project, num_bytes=num_declared)
 
     async def store(upload: Upload) -> tuple[str, dict[str, Any]]:
         if media_type == MULTIPART:
-            form = FileForm(max_bytes, fields=OPTION_PARAMETERS, max_text_bytes=_MAX_OPTION_BYTES)
+            form = _Form(max_bytes, options, is_judged=key is None)
             await receive_form(request, upload, form, max_bytes=max_bytes, limiter=limiter)
-            return form.filename, joined(options_of(form.texts), options)
+            return form.filename, form.members()
         await receive_body(request, upload, max_bytes=max_bytes, limiter=limiter)
         told = FORMATS[media_type]
         if told is not None and options.get("input_format") not in (None, told):

@@ -154,7 +154,7 @@ async def receive_form(
     The body may take longer than others, by its size.
 
     Raises:
-        ApiError: it is not what `form` expects, or came too slowly.
+        ApiError, InvalidRequest: it is not what `form` expects, or came too slowly.
         StorageError: the store failed.
     """
     with _taking_long(request):
@@ -330,6 +330,13 @@ class FileForm(HeaderCollector):
             InvalidForm
         """
 
+    def begin_file(self) -> None:
+        """Refuse what was said before the file, of which nothing has been read.
+
+        Raises:
+            ApiError, InvalidForm, InvalidRequest
+        """
+
     def _part_begin(self) -> None:
         self._headers = {}
         self._text = bytearray()
@@ -346,6 +353,7 @@ class FileForm(HeaderCollector):
             if head.filename is None:
                 raise InvalidForm("file must be a file: its part needs a filename", param="file", code="invalid_value")
             self.filename = safe_filename(head.filename)
+            self.begin_file()
         elif head.filename is not None:
             raise InvalidForm(f"{name} must be text, got a file", param=name, code="invalid_value")
 

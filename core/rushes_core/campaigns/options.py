@@ -33,6 +33,8 @@ MAX_ATTEMPTS = 10
 MIN_OUTPUT_SECONDS = 3_600
 MAX_OUTPUT_SECONDS = 30 * 86_400
 MAX_CODES = 50
+MISSING = "missing_required_parameter"
+"""Code of the refusal of what lacks a member."""
 
 FORMATS = ("jsonl", "csv")
 STRICT = "strict"
@@ -173,11 +175,25 @@ class CampaignRequest(CampaignOptions):
     endpoint: Annotated[str, Field(max_length=200), WithJsonSchema({"enum": [ENDPOINT]})] | None = None
 
     @classmethod
-    def parse(cls, members: Mapping[str, Any], *, is_batch: bool = False) -> Self:
+    def check_so_far(cls, members: Mapping[str, Any]) -> None:
+        """Look at the first members of a request: what is still missing may come.
+
+        Raises:
+            InvalidRequest: they are wrong, whatever comes.
+        """
+        try:
+            cls.parse(members, is_whole=False)
+        except InvalidRequest as error:
+            if error.code != MISSING:
+                raise
+
+    @classmethod
+    def parse(cls, members: Mapping[str, Any], *, is_batch: bool = False, is_whole: bool = True) -> Self:
         """The request in `members`.
 
         Args:
             is_batch: it has to have what OpenAI's batches have.
+            is_whole: no more members come.
 
         Raises:
             InvalidRequest: names the field, the value and the limit.
@@ -185,14 +201,14 @@ class CampaignRequest(CampaignOptions):
         wanted = parse_as(cls, members)
         for name in ("input_file_id", "endpoint", "completion_window") if is_batch else ():
             if getattr(wanted, name) is None:
-                raise InvalidRequest(f"{name} is required", param=name, code="missing_required_parameter")
+                raise InvalidRequest(f"{name} is required", param=name, code=MISSING)
         if wanted.endpoint not in (None, ENDPOINT):
             raise InvalidRequest(f"endpoint must be {ENDPOINT}, got {shown(wanted.endpoint)}", param="endpoint")
-        if wanted.webhook_events is not None and wanted.webhook_url is None:
+        if is_whole and wanted.webhook_events is not None and wanted.webhook_url is None:
             raise InvalidRequest(
                 "webhook_events says what webhook_url is told, which is missing", param="webhook_events"
             )
-        if wanted.on_failure is not None and wanted.max_failures is None:
+        if is_whole and wanted.on_failure is not None and wanted.max_failures is None:
             raise InvalidRequest(
                 "on_failure says what is done after max_failures, which is missing", param="on_failure"
             )

@@ -26,6 +26,8 @@ from support.campaigns_api import (
 )
 from support.keys import bearer, create_key, create_project
 
+ZONE = ("invalid_value", "window.timezone")
+
 
 class TestSending:
     def test_a_batch_as_openai_has_it(self, client: TestClient, campaigns: Campaigns) -> None:
@@ -102,6 +104,62 @@ class TestSending:
         campaigns.load()
         assert prompts(campaigns, campaign["id"]) == ["a dog"]
         assert made(client.get(f"/v1/files/{campaign['input_file_id']}"))["filename"] == "夜.csv"
+
+    @pytest.mark.parametrize(
+        ("fields", "query", "code", "param"),
+        [
+            ({"max_parallel": "0"}, "", "invalid_value", "max_parallel"),
+            ({"window[timezone]": "Mars/Base", "window[start]": "1:00", "window[end]": "2:00"}, "", *ZONE),
+            ({"defaults": "{bad"}, "", "invalid_value", "defaults"),
+            ({"name": "a"}, "name=b", "duplicate_parameter", "name"),
+            ({}, "max_parallel=0", "invalid_value", "max_parallel"),
+        ],
+    )
+    def test_options_before_the_file_of_a_form_are_judged_before_it_is_read(
+        self, client: TestClient, campaigns: Campaigns, fields: dict[str, str], query: str, code: str, param: str
+    ) -> None:
+        texts: list[tuple[str, Any]] = [(name, (None, value)) for name, value in fields.items()]
+        file = ("file", ("lines.jsonl", b"x" * (campaigns.settings.files_max_bytes + 1)))
+        url = f"/v1/campaigns?{query}"
+        refused(client.post(url, files=[*texts, file]), 400, code, param)
+        if fields:
+            refused(client.post(url, files=[file, *texts]), 413, "file_too_large", "file")
+            # what is sent again is first looked for under its key
+            again = client.post(url, files=[*texts, file], headers={"Idempotency-Key": "form"})
+            refused(again, 413, "file_too_large", "file")
+
+    @pytest.mark.parametrize(
+        ("before", "after", "code", "param"),
+        [
+            (
+                {"window[start]": "22:00"},
+                {"window[timezone]": "UTC", "window[end]": "06:00"},
+                "missing_required_parameter",
+                "window.timezone",
+            ),
+            (
+                {"budget[on_limit]": "cancel"},
+                {"budget[gpu_seconds]": "9"},
+                "missing_required_parameter",
+                "budget.gpu_seconds",
+            ),
+            ({"on_failure": "cancel"}, {"max_failures": "3"}, "invalid_value", "on_failure"),
+        ],
+    )
+    def test_options_before_the_file_of_a_form_may_lack_what_comes_after_it(
+        self,
+        client: TestClient,
+        campaigns: Campaigns,
+        before: dict[str, str],
+        after: dict[str, str],
+        code: str,
+        param: str,
+    ) -> None:
+        parts: list[tuple[str, Any]] = [(name, (None, value)) for name, value in before.items()]
+        parts.append(("file", ("lines.jsonl", LINES)))
+        made(client.post("/v1/campaigns", files=[*parts, *((name, (None, value)) for name, value in after.items())]))
+        # what is still missing at the end is said then
+        refused(client.post("/v1/campaigns", files=parts), 400, code, param)
 
     @pytest.mark.parametrize(
         ("options", "code", "param"),
