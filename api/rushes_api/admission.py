@@ -148,6 +148,22 @@ SentRemix = Annotated[Submission[Prompt], Depends(_remix)]
 NO_BODY = Depends(_no_members)
 
 
+def new_job(resolved: ResolvedRequest, *, caller: Caller, state: State) -> dict[str, Any]:
+    """A job as `arrivals` takes it, with an id of its own."""
+    return resolved.job_values(state["model"]) | {
+        "id": new_video_id(),
+        "project": caller.project,
+        "api_key": caller.api_key,
+        "max_attempts": state["settings"].max_attempts,
+    }
+
+
+def is_plain(resolved: ResolvedRequest, *, caller: Caller) -> bool:
+    """Whether a job needs nothing else of the transaction that inserts it."""
+    limits = (caller.max_queued, caller.max_running, caller.daily_gpu_seconds)
+    return resolved.webhook is None and all(limit is None for limit in limits)
+
+
 def admission(
     order: Callable[[AsyncSession], Awaitable[ResolvedRequest]],
     *,
@@ -168,13 +184,8 @@ def admission(
         was_run = True
         resolved = await order(session)
         await reserve_place(session, caller=caller, api_key=caller.api_key, priority=resolved.priority)
-        values: dict[str, Any] = resolved.job_values(state["model"]) | {
-            "id": video_id,
-            "project": caller.project,
-            "api_key": caller.api_key,
-            "max_attempts": state["settings"].max_attempts,
-            "remixed_from": remixed_from,
-        }
+        values = new_job(resolved, caller=caller, state=state)
+        values |= {"id": video_id, "remixed_from": remixed_from}
         if resolved.webhook is not None:
             hook = await state["webhooks"].of_job(resolved.webhook, project=caller.project, session=session)
             values |= {"request": values["request"] | {"webhook": hook}, "webhook": NOT_TOLD_YET}

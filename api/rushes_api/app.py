@@ -22,6 +22,7 @@ from rushes_api.boundary import Boundary
 from rushes_api.campaign_archive import MAX_ARCHIVES
 from rushes_api.deps import State
 from rushes_api.eta import forecasting
+from rushes_api.intake import Intake
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
 from rushes_api.metrics import CountRequests, Metrics
@@ -84,6 +85,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         request_limits = RequestLimits(configured)
         webhooks = Webhooks(configured)
         lookup = Lookup(configured)
+        intake = Intake(configured)
         log.info("api_started", model=model.name)
         async with (
             beating(configured) as pulse,
@@ -98,6 +100,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 model_created=int((configured.checkpoint / CONTRACT_FILE).stat().st_mtime),
                 sessions=sessions,
                 lookup=lookup,
+                intake=intake,
                 pulse=pulse,
                 pauses=Pauses(sessions),
                 forecast=forecast,
@@ -110,6 +113,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 metrics=figures,
                 webhooks=webhooks,
             )
+        await intake.close()
         await lookup.close()
         webhooks.close()
         await keys.close()

@@ -20,6 +20,7 @@ from rushes_api.auth import ApiKeys, Caller
 from rushes_api.boundary import ANSWER_HEADERS
 from rushes_api.errors import ApiError, InsufficientScope
 from rushes_api.eta import Forecast
+from rushes_api.intake import Intake
 from rushes_api.limits import RequestLimits
 from rushes_api.lookup import Lookup
 from rushes_api.metrics import Metrics
@@ -40,6 +41,7 @@ class State(TypedDict):
     model_created: int
     sessions: async_sessionmaker[AsyncSession]
     lookup: Lookup
+    intake: Intake
     pulse: Pulse
     pauses: Pauses
     forecast: Forecast

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import psycopg
 from psycopg.rows import tuple_row
 from rushes_core import backlog
+from rushes_core.arrivals import JOB_COLUMNS
 from rushes_core.database import connect_arguments
 from rushes_core.holds import CAMPAIGN
 from rushes_core.log import get_logger
@@ -29,7 +30,8 @@ log = get_logger(__name__)
 WAIT_SECONDS = 1.5
 """How long a question may go unanswered."""
 
-_Row = tuple[Any, ...]
+Row = tuple[Any, ...]
+Connection = psycopg.AsyncConnection[Row]
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
 
@@ -55,7 +57,7 @@ class Lookup:
             Unavailable, psycopg.Error: the database did not answer, in time or at all.
         """
         row = await self._jobs.ask((job_id, project))
-        return None if row is None else _job_of(row)
+        return None if row is None else job_of(row)
 
     async def num_ahead(self, job: Job) -> int:
         """About how many jobs are claimed before `job`, which waits. Far back it is counted less often: nobody sees
@@ -87,12 +89,20 @@ class Lookup:
             return None
 
     async def num_ahead_of_newcomer(self, job: Job) -> int | None:
-        """The same for a job that is being queued now. The end of each queue is counted for all who come to it within a
-        moment: each of them is behind the one before."""
+        """The same for a job that is being queued now, and is not committed yet."""
         if not _is_in_queue(job):
             return None
         api_key = None if job.hold is None else job.api_key
-        end = _Place(_LAST_ID, job.model, job.project, job.priority, _NEVER, api_key, job.hold)
+        return await self.num_before_end(job.model, job.project, job.priority, api_key=api_key, hold=job.hold)
+
+    async def num_before_end(
+        self, model: str, project: str, priority: int, *, api_key: str | None = None, hold: str | None = None
+    ) -> int | None:
+        """About how many jobs are claimed before one that is about to be queued; None where it is not known in time.
+
+        The end of each queue is counted for all who come to it within a moment: each of them is behind the one before.
+        """
+        end = _Place(_LAST_ID, model, project, priority, _NEVER, api_key, hold)
         now = asyncio.get_running_loop().time()
         tail = self._tails.get(end)
         if tail is None or now >= tail.kept_until:
@@ -125,37 +135,50 @@ class Line:
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
-        self._connection: psycopg.AsyncConnection[_Row] | None = None
+        self._connection: Connection | None = None
 
-    async def fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[_Row]]:
+    async def fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[Row]]:
         """The rows of `query` for each of `values`. A connection that turns out to be dead is replaced once."""
+        return await self._run(lambda connection: _fetch(connection, query.encode(), values))
+
+    async def begin(self) -> Connection:
+        """The connection, in a transaction. One that turns out to be dead is replaced once."""
+        cursor = await self._run(lambda connection: connection.execute(b"BEGIN", prepare=False))
+        return cursor.connection
+
+    async def _run(self, work: Callable[[Connection], Awaitable[_Answer]]) -> _Answer:
         is_old = self._connection is not None
         try:
-            return await self._fetch(query, values)
+            return await work(await self._connected())
         except (psycopg.OperationalError, psycopg.errors.FeatureNotSupported):
             # the latter: a migration has changed what a prepared statement returns
             await self.close()
             if not is_old:
                 raise
-        return await self._fetch(query, values)
+        return await work(await self._connected())
 
-    async def _fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[_Row]]:
+    async def _connected(self) -> Connection:
         if self._connection is None:
             self._connection = await psycopg.AsyncConnection.connect(
                 **self._arguments, autocommit=True, row_factory=tuple_row
             )
-        statement = query.encode()
-        if len(values) == 1:
-            cursor = await self._connection.execute(statement, values[0], prepare=True, binary=True)
-            return [await cursor.fetchall()]
-        async with self._connection.pipeline():
-            cursors = [await self._connection.execute(statement, each, prepare=True, binary=True) for each in values]
-            return [await cursor.fetchall() for cursor in cursors]
+        return self._connection
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
+
+
+async def _fetch(
+    connection: Connection, query: bytes, values: Sequence[Sequence[object] | Mapping[str, object]]
+) -> list[list[Row]]:
+    if len(values) == 1:
+        cursor = await connection.execute(query, values[0], prepare=True, binary=True)
+        return [await cursor.fetchall()]
+    async with connection.pipeline():
+        cursors = [await connection.execute(query, each, prepare=True, binary=True) for each in values]
+        return [await cursor.fetchall() for cursor in cursors]
 
 
 class Batches(Generic[_Question, _Answer]):
@@ -239,22 +262,21 @@ def _is_in_queue(job: Job) -> bool:
     return job.state is JobState.QUEUED and not is_held(job) and job.hold != CAMPAIGN
 
 
-_NAMES = tuple(column.key for column in class_mapper(Job).column_attrs)
 _FIND = f"""
-SELECT {", ".join(_NAMES)} FROM jobs JOIN unnest(%s::text[], %s::text[]) AS asked (id, project) USING (id, project)
+SELECT {", ".join(JOB_COLUMNS)} FROM jobs JOIN unnest(%s::text[], %s::text[]) AS asked (id, project) USING (id, project)
 """
 
 
-async def _find_jobs(line: Line, asked: list[tuple[str, str]]) -> dict[tuple[str, str], _Row]:
+async def _find_jobs(line: Line, asked: list[tuple[str, str]]) -> dict[tuple[str, str], Row]:
     (rows,) = await line.fetch(_FIND, [tuple(map(list, zip(*asked, strict=True)))])
-    id_at, project_at = _NAMES.index("id"), _NAMES.index("project")
+    id_at, project_at = JOB_COLUMNS.index("id"), JOB_COLUMNS.index("project")
     return {(row[id_at], row[project_at]): row for row in rows}
 
 
-def _job_of(row: _Row) -> Job:
+def job_of(row: Row) -> Job:
     """The row as an object that belongs to no session, made without the cost of its constructor."""
     job = class_mapper(Job).class_manager.new_instance()
-    values = dict(zip(_NAMES, row, strict=True))
+    values = dict(zip(JOB_COLUMNS, row, strict=True))
     vars(job).update(values | {"state": JobState(values["state"])})
     return job
 

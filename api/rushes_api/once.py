@@ -13,6 +13,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Annotated, Any
 
+import psycopg
 from fastapi import Depends, Request, Response
 from psycopg.errors import LockNotAvailable
 from pydantic import BaseModel
@@ -91,6 +92,20 @@ def _plain(value: object) -> object:
         return value
 
 
+class Commit:
+    """The commit of a request, as far as anybody knows of it."""
+
+    def __init__(self, call: Call, request: Request) -> None:
+        self.must_not_repeat = call.key is None and not call.is_harmless
+        self.was_sent = False
+        self._request = request
+
+    def note_sent(self) -> None:
+        """It is about to be sent: from now on it may have taken effect, whatever is heard of it."""
+        self.was_sent = True
+        self._request.scope[OUTCOME_UNKNOWN] = self.must_not_repeat
+
+
 async def take_effect(
     call: Call, effect: Effect, *, request: Request, sessions: async_sessionmaker[AsyncSession]
 ) -> Response:
@@ -100,36 +115,46 @@ async def take_effect(
         ApiError: the key belongs to another request, or to one that is still being answered.
         OutcomeUnknown: the database went away during the commit and stays away, and to ask again could repeat it.
     """
-    must_not_repeat = call.key is None and not call.is_harmless
-    was_sent = False
+
+    async def attempt(commit: Commit) -> Response:
+        async with sessions.begin() as session:
+            response = await _answer(call, effect, session, is_own=commit.was_sent)
+            commit.note_sent()
+        return response
+
+    return await settled(call, attempt, request=request)
+
+
+async def settled(call: Call, attempt: Callable[[Commit], Awaitable[Response]], *, request: Request) -> Response:
+    """The answer of `attempt`, which commits a transaction, and is run again while the reply to that is missing.
+
+    Raises:
+        OutcomeUnknown: as `take_effect`.
+    """
+    commit = Commit(call, request)
     for pause in (*_PAUSES_SECONDS, None):
         try:
-            async with sessions.begin() as session:
-                answer = await _answer(call, effect, session, is_own=was_sent)
-                was_sent = True
-                request.scope[OUTCOME_UNKNOWN] = must_not_repeat
-        except (DBAPIError, PoolTimeout) as error:
-            if not was_sent or not is_database_gone(error):
+            return await attempt(commit)
+        except (DBAPIError, PoolTimeout, psycopg.Error) as error:
+            if not commit.was_sent or not is_database_gone(error):
                 raise
             log.warning("commit_unanswered", route=call.route, error=str(error).splitlines()[0])
             if pause is None:
-                if must_not_repeat:
+                if commit.must_not_repeat:
                     raise OutcomeUnknown from error
                 raise
             await asyncio.sleep(pause)
-        else:
-            return answer
     raise AssertionError("the last pause is None")
 
 
 async def _answer(call: Call, effect: Effect, session: AsyncSession, *, is_own: bool) -> Response:
     if call.key is None:
-        return _response(HTTPStatus.OK, (await effect(session)).model_dump_json())
+        return json_response((await effect(session)).model_dump_json())
     if not await _reserve(call, session):
         return await _replay(call, session, is_own=is_own)
     body = (await effect(session)).model_dump_json()
     await session.execute(update(IdempotencyKey).where(_is(call)).values(status=HTTPStatus.OK.value, body=body))
-    return _response(HTTPStatus.OK, body)
+    return json_response(body)
 
 
 async def _reserve(call: Call, session: AsyncSession) -> bool:
@@ -176,7 +201,7 @@ async def _replay(call: Call, session: AsyncSession, *, is_own: bool) -> Respons
         )
     assert stored.status is not None
     assert stored.body is not None
-    return _response(stored.status, stored.body, {} if is_own else {"Idempotent-Replayed": "true"})
+    return json_response(stored.body, stored.status, {} if is_own else {"Idempotent-Replayed": "true"})
 
 
 def _is(call: Call) -> ColumnElement[bool]:
@@ -188,5 +213,5 @@ def _is(call: Call) -> ColumnElement[bool]:
     )
 
 
-def _response(status: int, body: str, headers: dict[str, str] | None = None) -> Response:
+def json_response(body: str, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers=headers, media_type="application/json")

@@ -16,7 +16,16 @@ from rushes_core.request import FROM_TEXT, ResolvedRequest
 from rushes_core.video import QueueReason, Video
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.admission import CANCEL_AFTER_HEADER, KEY_HEADER, VIDEO_BODY, SentVideo, Submission, admission
+from rushes_api.admission import (
+    CANCEL_AFTER_HEADER,
+    KEY_HEADER,
+    VIDEO_BODY,
+    SentVideo,
+    Submission,
+    admission,
+    is_plain,
+    new_job,
+)
 from rushes_api.answer import answer
 from rushes_api.auth import Caller
 from rushes_api.deps import (
@@ -32,7 +41,7 @@ from rushes_api.deps import (
     query,
 )
 from rushes_api.errors import responses
-from rushes_api.once import Call, SentKey, fingerprint, take_effect
+from rushes_api.once import Call, Commit, SentKey, fingerprint, json_response, settled, take_effect
 from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 from rushes_api.polling import poll_after_ms
 from rushes_api.quota import check_priority
@@ -78,14 +87,32 @@ async def accepted(
     request: Request, *, caller: Caller, key: str | None, sent: Submission[ResolvedRequest], state: State, view: View
 ) -> Response:
     """Accept a job and answer with it, or as the same request was answered before."""
+    call = Call(caller, "POST /v1/videos", key, sent.fingerprint)
+    if key is None and is_plain(sent.checked(), caller=caller):
+        return await _taken_in(sent.checked(), call, request=request, state=state, view=view)
     admit = admission(sent.order, caller=caller, state=state)
 
     async def accept(session: AsyncSession) -> Video:
         job = await admit(session)
         return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
 
-    call = Call(caller, "POST /v1/videos", key, sent.fingerprint)
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
+
+
+async def _taken_in(resolved: ResolvedRequest, call: Call, *, request: Request, state: State, view: View) -> Response:
+    check_priority(resolved.priority, caller=call.caller)
+    new = new_job(resolved, caller=call.caller, state=state)
+    num_ahead = None
+    if resolved.not_before is None:
+        num_ahead = await state["lookup"].num_before_end(new["model"], new["project"], new["priority"])
+
+    def shown(job: Job) -> str:
+        return view.video(job, num_ahead=num_ahead).model_dump_json()
+
+    async def attempt(commit: Commit) -> Response:
+        return json_response(await state["intake"].add(new, shown, commit.note_sent))
+
+    return await settled(call, attempt, request=request)
 
 
 @router.post("/validate", responses=responses("model_not_found"), openapi_extra=_VALIDATE)
