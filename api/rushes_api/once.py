@@ -20,13 +20,10 @@ from pydantic import BaseModel
 from rushes_core.fields import shown
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
 from rushes_core.log import get_logger
-from rushes_core.models import IdempotencyKey
-from sqlalchemy import and_, func, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_api.auth import Caller
 from rushes_api.errors import ApiError, OutcomeUnknown, is_database_gone
@@ -47,7 +44,12 @@ Effect = Callable[[AsyncSession], Awaitable[BaseModel]]
 """Changes rows and says what to answer. Run again after its own commit, it changes nothing and answers alike."""
 
 
-async def _key(request: Request) -> str | None:
+async def sent_key(request: Request) -> str | None:
+    """The idempotency key that the client sent.
+
+    Raises:
+        ApiError: it is none.
+    """
     keys = request.headers.getlist(_HEADER)
     if not keys:
         return None
@@ -61,7 +63,7 @@ async def _key(request: Request) -> str | None:
     return keys[0]
 
 
-SentKey = Annotated[str | None, Depends(_key)]
+SentKey = Annotated[str | None, Depends(sent_key)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ def fingerprint(wanted: BaseModel | None = None, *, cancel_after: str | None = N
     fields: dict[str, Any] = {} if wanted is None else wanted.model_dump(exclude_none=True)
     # a form has no numbers
     fields |= {name: _plain(fields[name]) for name in _FIXED if name in fields}
-    text = json.dumps({"fields": fields, "cancel_after": cancel_after}, sort_keys=True, default=str)
-    return sha256(text.encode()).hexdigest()
+    said = json.dumps({"fields": fields, "cancel_after": cancel_after}, sort_keys=True, default=str)
+    return sha256(said.encode()).hexdigest()
 
 
 def _plain(value: object) -> object:
@@ -153,31 +155,29 @@ async def _answer(call: Call, effect: Effect, session: AsyncSession, *, is_own: 
     if not await _reserve(call, session):
         return await _replay(call, session, is_own=is_own)
     body = (await effect(session)).model_dump_json()
-    await session.execute(update(IdempotencyKey).where(_is(call)).values(status=HTTPStatus.OK.value, body=body))
+    await session.execute(_REMEMBER, _which(call) | {"status": HTTPStatus.OK.value, "body": body})
     return json_response(body)
+
+
+_WHICH = "project = :project AND api_key = :api_key AND route = :route AND key = :key"
+# as text: SQLAlchemy takes longer to build them than Postgres to run them
+_RESERVE = text("""
+INSERT INTO idempotency_keys AS held (project, api_key, route, key, fingerprint)
+VALUES (:project, :api_key, :route, :key, :fingerprint)
+ON CONFLICT ON CONSTRAINT pk_idempotency_keys DO UPDATE
+SET fingerprint = excluded.fingerprint, status = NULL, body = NULL, created_at = now()
+WHERE held.created_at < now() - CAST(:kept AS interval)
+RETURNING key
+""")
+_REMEMBER = text(f"UPDATE idempotency_keys SET status = :status, body = :body WHERE {_WHICH}")
+_STORED = text(f"SELECT fingerprint, status, body FROM idempotency_keys WHERE {_WHICH}")
 
 
 async def _reserve(call: Call, session: AsyncSession) -> bool:
     """Whether the key is new, or so old that it is forgotten. Waits for a transaction that has just taken it."""
-    new = {"fingerprint": call.fingerprint, "status": None, "body": None, "created_at": func.now()}
-    statement = (
-        insert(IdempotencyKey)
-        .values(
-            project=call.caller.project,
-            api_key=call.caller.api_key,
-            route=call.route,
-            key=call.key,
-            fingerprint=call.fingerprint,
-        )
-        .on_conflict_do_update(
-            constraint="pk_idempotency_keys",
-            set_=new,
-            where=IdempotencyKey.created_at < func.now() - IDEMPOTENCY_KEYS_KEPT,
-        )
-        .returning(IdempotencyKey.key)
-    )
+    values = _which(call) | {"fingerprint": call.fingerprint, "kept": IDEMPOTENCY_KEYS_KEPT}
     try:
-        return (await session.execute(statement)).scalar_one_or_none() is not None
+        return (await session.execute(_RESERVE, values)).first() is not None
     except OperationalError as error:
         if isinstance(error.orig, LockNotAvailable):
             raise ApiError(
@@ -191,7 +191,7 @@ async def _reserve(call: Call, session: AsyncSession) -> bool:
 
 
 async def _replay(call: Call, session: AsyncSession, *, is_own: bool) -> Response:
-    stored = (await session.execute(select(IdempotencyKey).where(_is(call)))).scalar_one()
+    stored = (await session.execute(_STORED, _which(call))).one()
     if stored.fingerprint != call.fingerprint:
         raise ApiError(
             f"this {_HEADER} was sent with another request; use a new one",
@@ -199,18 +199,11 @@ async def _replay(call: Call, session: AsyncSession, *, is_own: bool) -> Respons
             code="idempotency_key_reused",
             status=HTTPStatus.UNPROCESSABLE_ENTITY,
         )
-    assert stored.status is not None
-    assert stored.body is not None
     return json_response(stored.body, stored.status, {} if is_own else {"Idempotent-Replayed": "true"})
 
 
-def _is(call: Call) -> ColumnElement[bool]:
-    return and_(
-        IdempotencyKey.project == call.caller.project,
-        IdempotencyKey.api_key == call.caller.api_key,
-        IdempotencyKey.route == call.route,
-        IdempotencyKey.key == call.key,
-    )
+def _which(call: Call) -> dict[str, Any]:
+    return {"project": call.caller.project, "api_key": call.caller.api_key, "route": call.route, "key": call.key}
 
 
 def json_response(body: str, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
