@@ -25,9 +25,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
 from rushes_api.body import JSON, MULTIPART, URLENCODED, parse_body, read_body
-from rushes_api.deps import AppState, CurrentCaller, CurrentProject, State
+from rushes_api.deps import AppState, CurrentProject, State, caller_of, state_of
 from rushes_api.errors import ApiError
-from rushes_api.once import MAX_KEY_CHARACTERS, SentKey, fingerprint
+from rushes_api.once import MAX_KEY_CHARACTERS, fingerprint, sent_key
 from rushes_api.quota import reserve_place, take_place
 from rushes_api.webhooks import NOT_TOLD_YET
 
@@ -66,7 +66,8 @@ class Prompt:
     num_tokens: int
 
 
-async def _video(request: Request, caller: CurrentCaller, key: SentKey, state: AppState) -> Submission[ResolvedRequest]:
+async def _video(request: Request) -> Submission[ResolvedRequest]:
+    caller, key, state = await caller_of(request), await sent_key(request), state_of(request)
     cancel_after = _cancel_after(request)
 
     def resolved(members: dict[str, Any]) -> ResolvedRequest:
@@ -88,7 +89,10 @@ async def _video(request: Request, caller: CurrentCaller, key: SentKey, state: A
     return submission
 
 
-async def _remix(request: Request, caller: CurrentCaller, key: SentKey, state: AppState) -> Submission[Prompt]:
+async def _remix(request: Request) -> Submission[Prompt]:
+    await caller_of(request)
+    key, state = await sent_key(request), state_of(request)
+
     def prompt(members: dict[str, Any]) -> Prompt:
         text = parse_as(RemixRequest, members).prompt
         return Prompt(text, count_tokens(text, state["model"]))

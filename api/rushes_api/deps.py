@@ -57,18 +57,20 @@ class State(TypedDict):
     webhooks: Webhooks
 
 
-def _state(request: Request) -> State:
+# what many requests need calls this and `caller_of`: for FastAPI to resolve a dependency takes longer than most take
+def state_of(request: Request) -> State:
+    """What the lifespan made."""
     return cast("State", request.scope["state"])
 
 
 async def _session(request: Request) -> AsyncGenerator[AsyncSession]:
-    async with _state(request)["sessions"].begin() as session:  # commits on success, rolls back on error
+    async with state_of(request)["sessions"].begin() as session:  # commits on success, rolls back on error
         yield session
 
 
 # asynchronous although it waits for nothing: FastAPI runs plain functions in threads
 async def _app_state(request: Request) -> State:
-    return _state(request)
+    return state_of(request)
 
 
 _CALLER = "rushes_caller"
@@ -78,7 +80,7 @@ async def _any_caller(request: Request) -> Caller:
     known: Caller | None = request.scope.get(_CALLER)
     if known is not None:
         return known
-    state = _state(request)
+    state = state_of(request)
     caller = await state["keys"].caller(request.headers.getlist("authorization"))
     if caller.requests_per_minute is not None:
         standing = await state["request_limits"].count(caller.api_key, per_minute=caller.requests_per_minute)
@@ -89,7 +91,12 @@ async def _any_caller(request: Request) -> Caller:
     return caller
 
 
-async def _caller(request: Request) -> Caller:
+async def caller_of(request: Request) -> Caller:
+    """Who may read, where the request reads, or change videos, where it changes something.
+
+    Raises:
+        ApiError: nobody who may.
+    """
     caller = await _any_caller(request)
     return _with_scope(caller, keys.READ if request.method in ("GET", "HEAD") else keys.WRITE)
 
@@ -107,7 +114,7 @@ async def _admin(request: Request) -> Caller:
 
 
 async def _scraper(request: Request) -> None:
-    if not _state(request)["settings"].metrics_open:
+    if not state_of(request)["settings"].metrics_open:
         await _admin(request)
 
 
@@ -117,7 +124,7 @@ def _with_scope(caller: Caller, scope: str) -> Caller:
     return caller
 
 
-CurrentCaller = Annotated[Caller, Depends(_caller)]
+CurrentCaller = Annotated[Caller, Depends(caller_of)]
 """Who may read, where the request reads, or change videos, where it changes something."""
 FileCaller = Annotated[Caller, Depends(_file_caller)]
 WebhookCaller = Annotated[Caller, Depends(_webhook_caller)]
@@ -128,8 +135,8 @@ AnyCaller = Annotated[Caller, Depends(_any_caller)]
 """Whoever has a key that works, whatever it may do."""
 
 
-async def _project(caller: CurrentCaller) -> str:
-    return caller.project
+async def _project(request: Request) -> str:
+    return (await caller_of(request)).project
 
 
 AppState = Annotated[State, Depends(_app_state)]
@@ -163,8 +170,9 @@ def visible(job: Job | None, video_id: str) -> Job:
     return job
 
 
-async def _job(video_id: str, project: CurrentProject, state: AppState) -> Job:
-    found = await state["lookup"].job(video_id, project=project) if is_video_id(video_id) else None
+async def _job(video_id: str, request: Request) -> Job:
+    project = (await caller_of(request)).project
+    found = await state_of(request)["lookup"].job(video_id, project=project) if is_video_id(video_id) else None
     return visible(found, video_id)
 
 
@@ -176,7 +184,8 @@ def no_such_video(video_id: str) -> JobNotFound:
     return JobNotFound(f"no video with id {printable(video_id)}")
 
 
-async def _well_formed(video_id: str, caller: CurrentCaller) -> str:
+async def _well_formed(video_id: str, request: Request) -> str:
+    await caller_of(request)
     if not is_video_id(video_id):
         raise no_such_video(video_id)
     return video_id
@@ -189,7 +198,10 @@ WellFormedId = Annotated[str, Depends(_well_formed)]
 QUERY_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {}
 """The parameters that each dependency made by `query` takes, for the description of the API."""
 SCOPES_NEEDED: dict[Callable[..., Any], str] = {
-    _caller: "videos",
+    caller_of: "videos",
+    _project: "videos",
+    _job: "videos",
+    _well_formed: "videos",
     _file_caller: keys.BATCHES,
     _webhook_caller: keys.WEBHOOKS,
     _admin: keys.ADMIN,

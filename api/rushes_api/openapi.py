@@ -14,6 +14,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import BaseModel, ConfigDict
+from rushes_core import keys
 from rushes_core.campaigns.statements import PARTS
 from rushes_core.campaigns.tables import STATES
 from rushes_core.files import ALL_PURPOSES
@@ -378,7 +379,9 @@ def _complete(operation: Object, route: APIRoute, method: str, schemas: Object) 
     parameters.sort(key=lambda one: (("path", "query", "header").index(one["in"]), one["name"]))
     if scopes:
         parameters.append({"$ref": "#/components/parameters/X-Request-Id"})
-        needed = "Any API key will do." if "" in scopes else f"Needs the scope `{_scope(scopes[0], method)}`."
+        # of a key with `admin` nothing else is asked
+        scope = keys.ADMIN if keys.ADMIN in scopes else scopes[0]
+        needed = "Any API key will do." if "" in scopes else f"Needs the scope `{_scope(scope, method)}`."
         operation["description"] = "\n\n".join(filter(None, [operation.get("description", ""), needed]))
     else:
         operation.setdefault("security", [])

@@ -13,7 +13,7 @@ from rushes_core.states import JobState, states_with_status
 from rushes_core.video import QueueReason, Video, video_of
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.deps import AppState, CurrentCaller, query
+from rushes_api.deps import caller_of, query, state_of
 from rushes_api.eta import Forecast
 from rushes_api.page import one_of
 from rushes_api.pauses import Pauses
@@ -69,7 +69,8 @@ async def campaign_reasons(jobs: Sequence[Job], session: AsyncSession) -> dict[s
     return {row.id: cast("QueueReason | None", row.hold_reason) for row in rows}
 
 
-async def _view(request: Request, caller: CurrentCaller, state: AppState) -> View:
+async def _view(request: Request) -> View:
+    caller, state = await caller_of(request), state_of(request)
     sent = request.query_params.get("compat")
     compat = caller.compat if sent is None else one_of("compat", sent, (OPENAI,))
     await state["pauses"].refresh()

@@ -17,7 +17,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from rushes_api.auth import Caller
 from rushes_api.boundary import ANSWER_HEADERS, ANSWER_WITHIN
-from rushes_api.deps import AppState, CurrentCaller, State
+from rushes_api.deps import State, caller_of, state_of
 from rushes_api.errors import ApiError
 from rushes_api.view import View
 from rushes_api.watch import Closing, Gone, Seat, until_gone
@@ -61,8 +61,8 @@ def preferred_wait(headers: list[str]) -> int | None:
     return None
 
 
-async def _wait_first(video_id: str, request: Request, caller: CurrentCaller, state: AppState) -> None:
-    # no dependency for the header: this is on the path of everybody who polls
+async def _wait_first(video_id: str, request: Request) -> None:
+    caller, state = await caller_of(request), state_of(request)
     seconds = await _wait_seconds(request) if "prefer" in request.headers else None
     if seconds is None or not is_video_id(video_id):
         return
