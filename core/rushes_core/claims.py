@@ -1,7 +1,8 @@
 """The statement that claims a job, and the one that looks for a more urgent one. Nothing here executes.
 
 Written out, because it is the hot path of the whole queue and depends on the plan: nested loops in this order, each job
-looked for in `ix_jobs_claimable`.
+looked for in `ix_jobs_claimable`. The server sets up all that a statement may come to before it runs it, which is a
+third of what a claim costs: what is asked in few cases alone is in functions of the schema.
 """
 
 from collections.abc import Collection
@@ -25,19 +26,16 @@ _READY = """state = 'queued' AND hold IS NULL
                 AND run_at <= now() AND cancel_requested_at IS NULL
                 AND (deadline_at IS NULL OR deadline_at > now()) AND (start_by IS NULL OR start_by > now())
                 AND (:name <> ALL (crashed_on) OR run_at < now() - make_interval(secs => :crashed_on_wait)
-                    OR NOT EXISTS (
-                        SELECT FROM replicas
-                        WHERE replicas.model = jobs.model AND replicas.state IN ('ready', 'busy')
-                            AND last_seen > now() - make_interval(secs => :crashed_on_wait)
-                            AND split_part(replicas.id, '#', 1) <> ALL (crashed_on)
-                    ))"""
-_CLOCK = """SELECT coalesce(least(max(last_start), min(virtual_time) FILTER (WHERE virtual_time > 0)), 0) AS clock
-                FROM project_shares"""
+                    OR NOT other_replica_is_up(model, crashed_on, :crashed_on_wait))"""
+_CLOCK = "coalesce(least(max(last_start), min(virtual_time) FILTER (WHERE virtual_time > 0)), 0) AS clock"
 _CANDIDATE = f"""
     SELECT first.* FROM (VALUES (0), (1), (2)) AS urgency (priority), LATERAL (
         (SELECT oldest.*, share.clock FROM (
-            SELECT project, clock FROM project_shares, ({_CLOCK}) AS shared
-            WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
+            SELECT project, clock FROM project_shares, (
+                SELECT {_CLOCK}, ARRAY(SELECT project FROM queue_pauses) AS paused FROM project_shares
+            ) AS shared
+            -- a CASE: of two conditions each would look for the pauses by itself
+            WHERE CASE WHEN '*' = ANY (paused) THEN false ELSE project <> ALL (paused) END
             -- what a project lags behind stays its due; one that has none begins where the others are
             ORDER BY CASE WHEN virtual_time > 0 THEN virtual_time ELSE clock END, virtual_time > 0, project
         ) AS {{share}}, LATERAL (
@@ -47,7 +45,7 @@ _CANDIDATE = f"""
         LIMIT 1){{otherwise}}
     ) AS first
     -- no EXISTS, which would become a join of all queued jobs; and an order that only the index has
-    WHERE '*' <> ALL (ARRAY(SELECT project FROM queue_pauses)) AND (
+    WHERE (
         SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = urgency.priority
         ORDER BY project LIMIT 1
     ) IS NOT NULL
@@ -62,17 +60,15 @@ _LOCKED_SHARE = """turn, LATERAL (
             SELECT project, turn.clock FROM project_shares WHERE project = waiting.project
             FOR NO KEY UPDATE SKIP LOCKED
         ) AS share"""
-# in place of a job: all that is ready in the class is of locked shares, and no less urgent one goes before it
-_NOT_FREE = f"""
-        UNION ALL (SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM project_shares AS share, LATERAL (
-            SELECT FROM jobs WHERE {_READY} ORDER BY run_at, id LIMIT 1
-        ) AS waiting
-        WHERE project <> ALL (ARRAY(SELECT project FROM queue_pauses))
-        LIMIT 1)
+# in place of a job: all that is ready in the class is of locked shares, and no less urgent one goes before it.
+# `class_is_ready` asks of every project what `_READY` does
+_NOT_FREE = """
+        UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL
+        WHERE class_is_ready(:model, urgency.priority, :name, :crashed_on_wait)
         LIMIT 1"""
 _OVERDUE = f"""
     SELECT id, project, priority, width, height, num_frames,
-        ({_CLOCK})
+        (SELECT {_CLOCK} FROM project_shares)
     FROM jobs WHERE state = 'queued' AND hold IS NULL AND id = (
         SELECT first.id FROM (VALUES (1), (2)) AS urgency (priority), project_shares AS share, LATERAL (
             SELECT id, run_at FROM jobs WHERE {_READY} AND run_at < now() - make_interval(secs => :patience)
@@ -99,20 +95,11 @@ ready AS MATERIALIZED (  -- a LIMIT in a sub-select may be evaluated again by th
     -- who waits alone has nobody to share with; a share that another one still has is of a project that comes again
     SELECT ready.*, CASE WHEN EXISTS (
         SELECT FROM project_shares AS other WHERE other.virtual_time > 0 AND other.project <> ready.project
-    ) OR coalesce(
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
-            AND project > ready.project ORDER BY project LIMIT 1),
-        (SELECT 1 FROM jobs WHERE state = 'queued' AND hold IS NULL AND model = :model AND priority = ready.priority
-            AND project < ready.project ORDER BY project DESC LIMIT 1)
-    ) IS NOT NULL THEN coalesce(
+    ) OR others_wait(:model, ready.priority, ready.project) THEN coalesce(
         (SELECT run_p50 FROM measured_times AS times WHERE times.model = :model
             AND times.width = ready.width AND times.height = ready.height AND times.num_frames = ready.num_frames),
         -- as other shapes take, in proportion; of which nothing is known, the work itself
-        ready.num_frames * ready.width * ready.height / 1e8::float * coalesce(
-            (SELECT sum(num_jobs * run_p50) / sum(num_jobs * (num_frames * width * height / 1e8::float))
-                FROM measured_times WHERE measured_times.model = :model),
-            1
-        )
+        ready.num_frames * ready.width * ready.height / 1e8::float * coalesce(measured_pace(:model), 1)
     ) * coalesce((SELECT substring(layout FROM 's([0-9]+)$')::int FROM replicas WHERE replicas.id = :owner), 1)
         / coalesce((SELECT weight FROM projects WHERE name = ready.project), 1)
     END AS amount FROM ready

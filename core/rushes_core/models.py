@@ -35,17 +35,6 @@ def _sql_list(states: tuple[JobState, ...]) -> str:
     return ", ".join(f"'{state}'" for state in states)
 
 
-IS_SOUND = (
-    "job_is_sound(state, priority, hold, fence, lease_owner, lease_until, progress, result IS NOT NULL, "
-    "error IS NOT NULL, finished_at)"
-)
-"""What holds of every row of `jobs`: `finished_at` in final states alone; a lease, its owner and a fence in leased
-states, a lease in no other; a result in `completed` alone, an error there never; `progress` 0..100, 100 in `completed`
-alone; `priority` 0..2; a `hold` in `queued` alone.
-
-One function, which raises what is broken as a violation of `ck_jobs_<name>`: the text of a check is read again by every
-statement that writes a row.
-"""
 RESULT_RETAINED = "state = 'completed' AND deleted_at IS NULL AND NOT (result ? 'deleted_at')"
 """Predicate of completed jobs whose clip retention has not removed."""
 
@@ -143,7 +132,13 @@ class ApiKeyUsage(Base):
 
 
 class Job(Base):
-    """One clip that a client asked for. The row is the job: every other trace of it may be lost."""
+    """One clip that a client asked for. The row is the job: every other trace of it may be lost.
+
+    Triggers refuse a row that is not sound as a violation of `ck_jobs_<name>`: `finished_at` in final states alone; a
+    lease, its owner and a fence in leased states, a lease in no other; a result in `completed` alone, an error there
+    never; `progress` 0..100, 100 in `completed` alone; `priority` 0..2; a `hold` in `queued` alone. No check
+    does, because the server reads the text of one again for every statement that writes a row.
+    """
 
     __tablename__ = "jobs"
 
@@ -235,7 +230,6 @@ class Job(Base):
     """When the objects of a deleted job were removed from the store."""
 
     __table_args__ = (
-        CheckConstraint(IS_SOUND, name="is_sound"),
         Index("ix_jobs_project_id", "project", "id", postgresql_where=text("deleted_at IS NULL")),
         Index("ix_jobs_project_state", "project", "state", "id", postgresql_where=text("deleted_at IS NULL")),
         Index(

@@ -118,17 +118,34 @@ class TestLockedShare:
         assert job is not None
         assert job.id == urgent.id
 
-    @pytest.mark.parametrize("why", ["it is not due", "its project is paused"])
+    @pytest.mark.parametrize(
+        "why", ["not due", "paused", "all are paused", "late", "to be started by then", "left to another replica"]
+    )
     def test_what_could_not_be_claimed_anyway_holds_up_nothing(self, rows: JobRows, why: str) -> None:
-        rows.add(project="locked", priority=0, run_at=func.now() + text(f"interval '{int(why == 'it is not due')} h'"))
-        if why == "its project is paused":
-            with rows.engine.begin() as connection:
-                connection.execute(text("INSERT INTO queue_pauses (project) VALUES ('locked')"))
+        past, future = (func.now() + text(f"interval '{hours} h'") for hours in (-1, 1))
+        values = {
+            "not due": {"run_at": future},
+            "late": {"deadline_at": past},
+            "to be started by then": {"start_by": past},
+            "left to another replica": {"crashed_on": ["w"]},
+        }.get(why, {})
+        rows.add(project="locked", priority=0, **values)
+        with rows.engine.begin() as connection:
+            if "paused" in why:
+                paused = "*" if why == "all are paused" else "locked"
+                connection.execute(text("INSERT INTO queue_pauses (project) VALUES (:project)"), {"project": paused})
+            if why == "left to another replica":
+                connection.execute(text(_OTHER_REPLICA), {"model": MODEL})
         less_urgent = rows.add(project="other", priority=2)
         with locked_share(rows, "locked"):
             job = self.claim(rows)
-            assert job is not None
-            assert job.id == less_urgent.id
+        assert (job and job.id) == (None if why == "all are paused" else less_urgent.id)
+
+    def test_what_no_other_replica_could_take_goes_first_though_it_crashed_this_one(self, rows: JobRows) -> None:
+        rows.add(project="locked", priority=0, crashed_on=["w"])
+        rows.add(project="other", priority=2)
+        with locked_share(rows, "locked"):
+            assert self.claim(rows) is None
 
     def test_a_replica_gets_the_most_urgent_job_all_the_same(self, rows: JobRows, settings: Settings) -> None:
         urgent = rows.add(project="locked", priority=0)
@@ -204,6 +221,10 @@ class TestPlan:
         assert 0 < rows_read(plan, "jobs") < 20
 
 
+_OTHER_REPLICA = """
+INSERT INTO replicas (id, pool, layout, model, device, state, epoch)
+VALUES ('other#1', 'default', 'r1s1', :model, 'cpu', 'ready', 1)
+"""
 _FILL = """
 INSERT INTO jobs (id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts,
     state, finished_at, fence, lease_owner, lease_until, result, deadline_at)

@@ -1,9 +1,11 @@
 """Transitions of jobs on real Postgres: compare-and-set, leases, fences, history."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from rushes_core import jobs, replicas
@@ -268,31 +270,97 @@ def test_database_allows_exactly_the_transitions_of_the_table(rows: JobRows, old
             move()
 
 
+NOW = "2026-11-30T00:00:00Z"
+LEASE = {"fence": 1_000_000, "lease_owner": "w", "lease_until": NOW}
+COMPLETED = {"state": "completed", "finished_at": NOW, "progress": 100, "result": {}}
+
+
 @pytest.mark.parametrize(
-    ("constraint", "values"),
+    ("rule", "values"),
     [
-        ("finished_at_iff_final", "finished_at = now()"),
-        ("leased_states_hold_a_lease", "state = 'claimed', fence = 1000000"),
-        ("lease_only_in_leased_states", "lease_until = now()"),
-        ("result_iff_completed", "result = '{}'"),
-        ("progress_100_iff_completed", "progress = 100"),
-        ("progress_is_percent", "progress = -1"),
-        ("priority_is_a_class", "priority = 3"),
-        ("state", "state = 'lost'"),
-        (
-            "no_error_when_completed",
-            "state = 'completed', finished_at = now(), progress = 100, result = '{}', error = '{}'",
-        ),
-        ("hold_only_while_queued", "state = 'cancelled', finished_at = now(), hold = 'campaign'"),
+        ("state", {"state": "lost"}),
+        ("finished_at_iff_final", {"finished_at": NOW}),
+        ("finished_at_iff_final", {"state": "failed"}),
+        ("leased_states_hold_a_lease", {"state": "claimed", **LEASE, "fence": None}),
+        ("leased_states_hold_a_lease", {"state": "running", **LEASE, "lease_owner": None}),
+        ("leased_states_hold_a_lease", {"state": "running", **LEASE, "lease_until": None}),
+        ("lease_only_in_leased_states", {"lease_until": NOW}),
+        ("result_iff_completed", {"result": {}}),
+        ("result_iff_completed", {**COMPLETED, "result": None}),
+        ("no_error_when_completed", {**COMPLETED, "error": {}}),
+        ("progress_is_percent", {"progress": -1}),
+        ("progress_is_percent", {**COMPLETED, "progress": 101}),
+        ("progress_100_iff_completed", {"progress": 100}),
+        ("priority_is_a_class", {"priority": 3}),
+        ("hold_only_while_queued", {"state": "cancelled", "finished_at": NOW, "hold": "campaign"}),
     ],
 )
-def test_database_refuses_an_impossible_row(rows: JobRows, constraint: str, values: str) -> None:
+def test_database_refuses_to_insert_an_impossible_row(rows: JobRows, rule: str, values: dict[str, Any]) -> None:
     job = rows.add()
-    with rows.engine.connect() as connection:
-        # triggers off: the guard would refuse some of these first
-        connection.execute(text("SET LOCAL session_replication_role = replica"))
-        with pytest.raises(IntegrityError, match=f"violates {constraint}"):
-            connection.execute(text(f"UPDATE jobs SET {values} WHERE id = :id"), {"id": job.id})
+    copy = text(
+        "INSERT INTO jobs SELECT (jsonb_populate_record(jobs, CAST(:values AS jsonb))).* FROM jobs WHERE id = :id"
+    )
+    with pytest.raises(IntegrityError, match=f"violates {rule}"), rows.engine.begin() as connection:
+        connection.execute(copy, {"values": json.dumps({"id": "video_copy", **values}), "id": job.id})
+
+
+@pytest.mark.parametrize(
+    ("state", "rule", "values"),
+    [
+        ("queued", "finished_at_iff_final", "finished_at = now()"),
+        ("queued", "lease_only_in_leased_states", "lease_until = now()"),
+        ("queued", "result_iff_completed", "result = '{}'"),
+        ("queued", "progress_100_iff_completed", "progress = 100"),
+        ("queued", "priority_is_a_class", "priority = 3"),
+        ("running", "leased_states_hold_a_lease", "lease_until = NULL"),
+        ("running", "leased_states_hold_a_lease", "fence = NULL"),
+        ("running", "progress_is_percent", "progress = 101"),
+        ("running", "finished_at_iff_final", "state = 'failed', lease_until = NULL"),
+        ("running", "lease_only_in_leased_states", "state = 'queued'"),
+    ],
+)
+def test_database_refuses_to_make_a_row_impossible(rows: JobRows, state: str, rule: str, values: str) -> None:
+    job = rows.running() if state == "running" else rows.add()
+    with pytest.raises(IntegrityError, match=f"violates {rule}"), rows.engine.begin() as connection:
+        connection.execute(text(f"UPDATE jobs SET {values} WHERE id = :id"), {"id": job.id})
+
+
+TO_LEASED = {"fence": "nextval('job_fence_seq')", "lease_owner": "'w'", "lease_until": "now()"}
+TO_COMPLETED = {"finished_at": "now()", "lease_until": "NULL", "result": "'{}'", "progress": "100"}
+
+
+@pytest.mark.parametrize(
+    ("new", "rule", "values"),
+    [
+        *(
+            (new, rule, values)
+            for new in ("claimed", "running")
+            for rule, values in (
+                ("leased_states_hold_a_lease", {"fence": "NULL"}),
+                ("leased_states_hold_a_lease", {"lease_owner": "NULL"}),
+                ("leased_states_hold_a_lease", {"lease_until": "NULL"}),
+                ("finished_at_iff_final", {"finished_at": "now()"}),
+                ("result_iff_completed", {"result": "'{}'"}),
+                ("progress_100_iff_completed", {"progress": "100"}),
+                ("priority_is_a_class", {"priority": "3"}),
+            )
+        ),
+        ("completed", "finished_at_iff_final", {"finished_at": "NULL"}),
+        ("completed", "lease_only_in_leased_states", {"lease_until": "now()"}),
+        ("completed", "result_iff_completed", {"result": "NULL"}),
+        ("completed", "no_error_when_completed", {"error": "'{}'"}),
+        ("completed", "progress_is_percent", {"progress": "101"}),
+        ("completed", "priority_is_a_class", {"priority": "-1"}),
+    ],
+)
+def test_database_refuses_to_move_a_job_to_an_impossible_row(
+    rows: JobRows, new: str, rule: str, values: dict[str, str]
+) -> None:
+    job = {"claimed": rows.add, "running": rows.claimed, "completed": rows.running}[new]()
+    changed = (TO_COMPLETED if new == "completed" else TO_LEASED) | values
+    columns = ", ".join(f"{name} = {value}" for name, value in changed.items())
+    with pytest.raises(IntegrityError, match=f"violates {rule}"), rows.engine.begin() as connection:
+        connection.execute(text(f"UPDATE jobs SET state = '{new}', {columns} WHERE id = :id"), {"id": job.id})
 
 
 def test_a_job_that_is_deleted_from_its_table_takes_its_history_along(rows: JobRows) -> None:

@@ -24,9 +24,12 @@ class Connections:
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
-        # a statement that is run all the time is not planned again to see whether its values would have helped; and a
-        # plan that was made for a small table looks its rows up all the same when thousands were added
-        self._arguments["options"] += " -c plan_cache_mode=force_generic_plan -c enable_seqscan=off"
+        # a statement that is run all the time is not planned again to see whether its values would have helped; a plan
+        # that was made for a small table looks its rows up all the same when thousands were added; and nothing is
+        # remembered of rows that are looked for once
+        self._arguments["options"] += (
+            " -c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable_memoize=off"
+        )
         self._free: list[_Open] = []
         self._slots = threading.BoundedSemaphore(_MAX_OPEN)
 
