@@ -57,6 +57,11 @@ BROKEN_BODIES = [
 ]
 
 
+@pytest.fixture
+def service(quick_service: Service) -> Service:
+    return quick_service
+
+
 @pytest.fixture(autouse=True)
 def _costs_nothing(service: Service) -> Any:
     """No row is added, and the replica is the same and as ready as before."""

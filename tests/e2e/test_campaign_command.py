@@ -19,6 +19,7 @@ from rushes_core.settings import Settings
 from rushes_worker.child import settings_environment
 from support.api import API_KEY, AUTHORIZED
 from support.commands import RUSHES, clean_environment
+from support.service import CALM
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.worker import SCRIPTED, Worker
@@ -41,6 +42,8 @@ class Operator:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        # one for all: to make one reads every certificate of this machine
+        self.http = httpx.Client(base_url=self.url, headers=AUTHORIZED, trust_env=False, timeout=60)
 
     def start(self, name: str, *words: str) -> None:
         with (self._folder / f"{name}.log").open("ab") as log:
@@ -59,15 +62,16 @@ class Operator:
     def close(self) -> None:
         for name in list(self._running):
             self.kill(name)
+        self.http.close()
 
     def is_up(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/healthz", trust_env=False).is_success
+            return self.http.get("/healthz").is_success
         except httpx.TransportError:
             return False
 
     def get(self, path: str) -> dict[str, Any]:
-        return httpx.get(f"{self.url}{path}", headers=AUTHORIZED, trust_env=False).raise_for_status().json()
+        return self.http.get(path).raise_for_status().json()
 
     def command(self, *words: str | Path) -> subprocess.Popen[str]:
         """`rushes campaign`, begun."""
@@ -105,7 +109,7 @@ class Operator:
 def operator(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     folder = tmp_path_factory.mktemp("operator")
     settings = stack.settings(
-        checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", pipeline=SCRIPTED, poll_seconds=0.5
+        checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", pipeline=SCRIPTED, poll_seconds=0.5, **CALM
     )
     operator = Operator(settings, folder)
     try:

@@ -2,40 +2,11 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from rushes_core.models import Job, Replica
-from support.api import API_KEY
 from support.processes import children, descendants, is_alive
 from support.service import Rendered, Service
-from support.stack import SharedStack
 from support.worker import eventually, keys_of
-
-
-@pytest.fixture(scope="module")
-def fragile_service(
-    stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
-    """A service whose lost leases are noticed soon."""
-    folder = tmp_path_factory.mktemp("fragile")
-    settings = stack.settings(
-        checkpoint=checkpoint,
-        api_key=API_KEY,
-        scratch=folder / "scratch",
-        lease_seconds=5,
-        heartbeat_seconds=0.5,
-        provenance="off",
-    )
-    with Service(settings, folder) as service:
-        yield service
-
-
-@pytest.fixture
-def service(fragile_service: Service) -> Service:
-    fragile_service.wait_ready()
-    return fragile_service
 
 
 def current_replica(service: Service) -> Replica:
@@ -116,7 +87,8 @@ def test_killed_supervisor_takes_its_group_along_and_its_job_runs_again(service:
     group = descendants(supervisor)
     assert len(group) == 2
     video_id = kill_while_denoising(service, supervisor)
-    eventually(lambda: not any(is_alive(pid) for pid in (supervisor, *group)), seconds=10)
+    eventually(lambda: not any(is_alive(pid) for pid in (supervisor, *group)))
+    service.jobs.pass_lease(video_id)
     job = check_second_attempt(service, video_id, reference)
 
     assert (job.crash_count, job.error_count) == (1, 0)

@@ -4,13 +4,14 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rushes_worker.parallel import SequenceParallel
 from support.api import API_KEY
 from support.commands import RUSHES, clean_environment
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import make_clip
 from support.rendering import render_on_rank, request
-from support.service import REQUEST, Rendered, Service
+from support.service import CALM, REQUEST, Rendered, Service
 from support.stack import SharedStack
 from support.worker import eventually
 
@@ -29,7 +30,7 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
     kept = tmp_path / "kept"
     kept.mkdir()
     settings = stack.settings(
-        checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING, provenance="off"
+        checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING, provenance="off", **CALM
     )
     with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
         (replica,) = service.jobs.replicas()
@@ -52,6 +53,8 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
     assert rendered.data == make_clip(tmp_path / "clip.mp4", frames, samples).read_bytes()
 
 
+# the scripted pipeline shows two replicas at work in the usual run
+@pytest.mark.long
 def test_two_replicas_render_two_jobs_at_the_same_time(
     stack: SharedStack, checkpoint: Path, tmp_path: Path, reference: Rendered
 ) -> None:

@@ -79,10 +79,12 @@ class TestOneJob:
         assert sum(phases[phase] for phase in PHASES) == pytest.approx(phases["total"], abs=0.05)
 
     def test_replica_is_busy_with_it_and_ready_again(self, service: Service, reference: Rendered) -> None:
-        seen = {(replica.state, replica.job_id) for sample in reference.samples for replica in sample.replicas}
+        (attempt,) = service.jobs.attempts(reference.id)
+        replicas = [replica for sample in reference.samples for replica in sample.replicas]
+        seen = {(one.state, one.job_id) for one in replicas if one.id == attempt.lease_owner}
         assert ("busy", reference.id) in seen
         assert seen <= {("ready", None), ("busy", reference.id)}
-        eventually(lambda: [(one.state, one.job_id) for one in service.jobs.replicas()] == [("ready", None)])
+        eventually(lambda: {(one.state, one.job_id) for one in service.jobs.all_replicas()[-1:]} == {("ready", None)})
 
     def test_clip_is_the_object_in_the_bucket(self, service: Service, reference: Rendered) -> None:
         result = service.jobs.get(reference.id).result
@@ -103,9 +105,9 @@ class TestClip:
         check_clip(reference, tmp_path / "clip.mp4", num_frames=107)
 
     def test_a_fraction_of_a_second_is_rendered_and_rounded_up(self, service: Service, tmp_path: Path) -> None:
-        rendered = service.render(seconds="5.5")
-        assert rendered.video["seconds"] == "5.5"
-        check_clip(rendered, tmp_path / "clip.mp4", num_frames=141)
+        rendered = service.render(seconds="4.5")
+        assert rendered.video["seconds"] == "4.5"
+        check_clip(rendered, tmp_path / "clip.mp4", num_frames=124)
 
 
 def check_clip(rendered: Rendered, path: Path, *, num_frames: int) -> None:
@@ -123,23 +125,21 @@ def check_clip(rendered: Rendered, path: Path, *, num_frames: int) -> None:
 
 
 class TestSeed:
-    def test_same_request_and_seed_give_the_same_file(self, service: Service, reference: Rendered) -> None:
-        again = service.render()
-        assert again.id != reference.id
-        assert again.data == reference.data
-
     def test_drawn_seed_is_shown_and_reproduces_its_clip(self, service: Service, reference: Rendered) -> None:
         drawn = service.render(seed=None)
         seed = drawn.posted["seed"]
         assert isinstance(seed, int)
         assert drawn.video["seed"] == service.jobs.get(drawn.id).seed == seed
         assert drawn.data != reference.data
-        assert service.render(seed=seed).data == drawn.data
+        again = service.render(seed=seed)
+        assert again.id != drawn.id
+        assert again.data == drawn.data
 
 
-def test_a_job_that_waits_shows_its_place(service: Service) -> None:
+def test_a_job_that_waits_shows_its_place(quick_service: Service) -> None:
+    service = quick_service
     # a replica holds two: the one that it renders and the one that it takes next
-    first, second, third = service.post(), service.post(), service.post()
+    first, second, third = service.post(prompt="A wave [step 5]"), service.post(), service.post()
     try:
         eventually(lambda: service.get(second["id"])["status"] == "in_progress")
         waiting = service.get(third["id"])

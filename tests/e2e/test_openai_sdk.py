@@ -25,9 +25,9 @@ OLDER_SDK = Path(sys.prefix) / "openai2"
 
 
 @pytest.fixture(scope="module")
-def keys(shared_service: Service) -> Iterator[dict[str, str]]:
+def keys(shared_quick_service: Service) -> Iterator[dict[str, str]]:
     """The keys that a session takes, one of them of a project with many jobs that nobody renders."""
-    http = shared_service.http
+    http = shared_quick_service.http
     for name in ("sdk-many", "sdk-full"):
         assert http.post("/v1/projects", json={"name": name}).is_success
     wanted: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def keys(shared_service: Service) -> Iterator[dict[str, str]]:
         "many": {"project": "sdk-many"},
     }
     made = {name: http.post("/v1/api_keys", json={"name": name, **body}).json() for name, body in wanted.items()}
-    engine = create_sync_engine(shared_service.settings)
+    engine = create_sync_engine(shared_quick_service.settings)
     with Session(engine) as session, session.begin():
         for _ in range(NUM_LISTED):
             session.execute(
@@ -53,11 +53,16 @@ def keys(shared_service: Service) -> Iterator[dict[str, str]]:
                     max_attempts=1,
                 )
             )
-    with shared_service.loader():
+    with shared_quick_service.loader():
         yield {"admin": API_KEY, "wrong": "wrong", **{name: key["secret"] for name, key in made.items()}}
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM jobs WHERE project = 'sdk-many'"))
     engine.dispose()
+
+
+@pytest.fixture
+def service(quick_service: Service) -> Service:
+    return quick_service
 
 
 @pytest.mark.parametrize("line", [2, 3])
@@ -136,4 +141,4 @@ def test_a_deleted_clip_leaves_the_store(service: Service) -> None:
     video_id = service.render(seed=11).id
     assert service.stored(video_id)
     assert service.http.delete(f"/v1/videos/{video_id}").json()["deleted"] is True
-    eventually(lambda: not service.stored(video_id), seconds=20)
+    eventually(lambda: not service.stored(video_id))

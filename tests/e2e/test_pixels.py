@@ -9,7 +9,7 @@ from rushes_core.variants import THUMBNAIL
 from support.api import API_KEY
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import decode_rgb, make_clip
-from support.service import Rendered, Service
+from support.service import CALM, Rendered, Service
 from support.stack import SharedStack
 
 
@@ -25,8 +25,9 @@ def test_ranks_that_hand_over_420_make_the_clip_that_rgb_makes(
         pipeline=KEEPING,
         pipeline_options="pixels=yuv420p",
         provenance="off",
+        **CALM,
     )
-    with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
+    with Service(settings, tmp_path, worker_env={FOLDER: str(kept)}) as service:
         rendered = service.render()
         url = f"/v1/videos/{rendered.id}/content?variant={THUMBNAIL.name}"
         poster = service.http.get(url).raise_for_status().content

@@ -5,6 +5,7 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 from standardwebhooks import Webhook
 from support.receiver import Receiver
@@ -13,6 +14,11 @@ from support.webhooks import SenderProcess
 from support.worker import eventually
 
 TITLE = 'ひまわり 🌻 "día"\nline'
+
+
+@pytest.fixture
+def service(quick_service: Service) -> Service:
+    return quick_service
 
 
 def test_a_completed_video_is_told_signed_to_the_url_of_its_request(service: Service, tmp_path: Path) -> None:

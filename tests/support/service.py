@@ -26,6 +26,10 @@ REQUEST: dict[str, Any] = {
 }
 NUM_FRAMES = 107
 
+CALM = {"dispatch_seconds": 1.0}
+"""Settings of a service that runs beside tests of other things: a dispatcher that looks four times a second takes a
+tenth of a slow core."""
+
 RENDER_SECONDS = 150.0
 """More than any job takes, on a machine that has other things to do, with an attempt that is lost."""
 
@@ -44,16 +48,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A job from its first answer to its clip."""
+    """A job from its first answer to its last one, and its clip."""
 
     posted: dict[str, Any] = field(repr=False)
-    samples: list[Sample] = field(repr=False)
+    video: dict[str, Any] = field(repr=False)
     data: bytes = field(repr=False)
-
-    @property
-    def video(self) -> dict[str, Any]:
-        """The last answer."""
-        return self.samples[-1].video
+    samples: list[Sample] = field(default_factory=list, repr=False)
+    """What was seen of it meanwhile, if it was watched."""
 
     @property
     def id(self) -> str:
@@ -173,11 +174,18 @@ class Service:
         assert job.state is JobState.COMPLETED, job.error
         return job
 
-    def render(self, **changes: Any) -> Rendered:
-        """Post `REQUEST` with `changes`, wait for the clip and fetch it."""
+    def render(self, *, watched: bool = False, **changes: Any) -> Rendered:
+        """Post `REQUEST` with `changes`, wait for the clip and fetch it.
+
+        Args:
+            watched: the job is looked at all the time, which takes as long as a rank takes for a small clip.
+        """
         posted = self.post(**changes)
-        samples = self.watch(posted["id"])
-        return Rendered(posted, samples, self.content(posted["id"]))
+        video_id = posted["id"]
+        samples = self.watch(video_id) if watched else []
+        self.wait_completed(video_id)
+        video = samples[-1].video if samples else self.get(video_id)
+        return Rendered(posted, video, self.content(video_id), samples)
 
     def num_rows(self) -> int:
         """Jobs that were ever accepted."""
