@@ -20,7 +20,7 @@ LOAD_SECONDS = "1"
 # what holds the first attempt at the stage, and whether a job is there
 STAGES: dict[str, tuple[str, Callable[[Job], bool]]] = {
     "encoding": ("[sleep 600 on attempt 1]", lambda job: job.phase == "encoding"),
-    "denoising": ("[step 0.3 on attempt 1]", lambda job: job.phase == "denoising" and job.completed_steps == 2),
+    "denoising": ("[hang at step 3 on attempt 1]", lambda job: job.phase == "denoising" and job.completed_steps == 2),
     "decoding": ("[unit 600 on attempt 1]", lambda job: job.phase == "decoding"),
 }
 
@@ -109,8 +109,18 @@ def shared_memory(pid: int) -> list[str]:
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "rank"),
+    [
+        ("encoding", 0),
+        ("denoising", 1),
+        ("decoding", 0),
+        # what a rank is killed in and which rank it is have nothing to do with each other
+        pytest.param("encoding", 1, marks=pytest.mark.long),
+        pytest.param("denoising", 0, marks=pytest.mark.long),
+        pytest.param("decoding", 1, marks=pytest.mark.long),
+    ],
+)
 def test_rank_killed_while_its_job_renders(
     settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica], stage: str, rank: int
 ) -> None:
@@ -124,7 +134,7 @@ def test_rank_killed_while_its_job_renders(
     assert not any(shared_memory(pid) for pid in group)
 
     os.kill(group[rank], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in group), seconds=5)
+    eventually(lambda: not any(is_alive(pid) for pid in group), seconds=30)
     job = jobs.wait_completed(job_id)
     assert (job.attempt, job.crash_count) == (2, 1)
     first, second = jobs.attempts(job_id)
@@ -148,7 +158,7 @@ def test_rank_killed_while_its_clip_is_finished_costs_no_attempt(
     try:
         eventually(lambda: jobs.get(job_id).phase == "muxing")
         os.kill(ranks(victim)[1], signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in ranks(victim)), seconds=5)
+        eventually(lambda: not any(is_alive(pid) for pid in ranks(victim)), seconds=30)
         assert jobs.get(job_id).state == JobState.RUNNING
     finally:
         os.kill(media, signal.SIGCONT)
@@ -174,7 +184,7 @@ def test_rank_killed_before_it_is_ready(
 
     eventually(is_there)
     os.kill(loading[1], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in loading), seconds=5)
+    eventually(lambda: not any(is_alive(pid) for pid in loading), seconds=30)
     job = jobs.wait_completed(jobs.add("a wave"))
     assert (job.attempt, job.crash_count) == (1, 0)
 
@@ -194,7 +204,7 @@ def kill_at(stage: str, jobs: Jobs, replica: Replica, *, rank: int) -> str:
     job_id = jobs.add(directive)
     eventually(lambda: is_there(jobs.get(job_id)))
     os.kill(ranks(replica)[rank], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in ranks(replica)), seconds=5)
+    eventually(lambda: not any(is_alive(pid) for pid in ranks(replica)), seconds=30)
     return job_id
 
 
@@ -284,7 +294,7 @@ def test_rank_of_a_checkpoint_that_is_killed_at_every_stage_in_turn_leaves_nothi
                 before = jobs.replicas()
                 group = ranks(before[0])
                 os.kill(group[turn % 2], signal.SIGKILL)
-                eventually(lambda: not any(is_alive(pid) for pid in group), seconds=10)  # noqa: B023
+                eventually(lambda: not any(is_alive(pid) for pid in group), seconds=30)  # noqa: B023
             jobs.resume(other.id)
             job = jobs.wait_completed(job_id)
             lost = stage not in ("load", "mux")
