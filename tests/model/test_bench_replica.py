@@ -14,8 +14,8 @@ from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "split"
-    write_tiny_checkpoint(path, profile="split")
+    path = tmp_path_factory.mktemp("checkpoint") / "demo"
+    write_tiny_checkpoint(path, profile="demo")
     return path
 
 

@@ -33,8 +33,10 @@ def run_ranks(
     # what holds a GPU must not be a fork
     start_method = "spawn" if device == "cuda" else "forkserver"
     with tempfile.TemporaryDirectory() as folder:
+        # each tensor would be a file descriptor, of which a fork can be given few
+        torch.save(arguments, Path(folder, "arguments.pt"))
         context = start_processes(
-            _rank, (body, size, device, folder, arguments), nprocs=size, join=False, start_method=start_method
+            _rank, (body, size, device, folder), nprocs=size, join=False, start_method=start_method
         )
         deadline = time.monotonic() + timeout_seconds
         try:
@@ -48,11 +50,12 @@ def run_ranks(
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
 
 
-def _rank(rank: int, body: Callable[..., Any], size: int, device: str, folder: str, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, body: Callable[..., Any], size: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
+    arguments = torch.load(Path(folder, "arguments.pt"), weights_only=False)
     parallel = SequenceParallel.connect(rank, size, device, init_method=f"file://{folder}/rendezvous")
     with torch.inference_mode():
         result = body(parallel, *arguments)
