@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from heapq import heapify, heapreplace
@@ -87,6 +87,8 @@ class Outlook:
     leased: Sequence[Leased]
     paused: frozenset[str]
     """Projects, or `*`."""
+    waiting: Mapping[int, Mapping[Shape, int]] = field(default_factory=dict[int, Mapping[Shape, int]])
+    """Of the first jobs in the queues of each class, how many have which shape."""
     is_drained: bool = False
     """Whether there are replicas, and each of them was told to take no jobs."""
 
@@ -107,12 +109,16 @@ class Outlook:
             return None
         return _eta(now, starts_at, None if times is None else starts_at + timedelta(seconds=times.run_seconds))
 
-    def wait_seconds(self, num_ahead: int) -> float | None:
-        """How long after `at` a job starts that has so many queued ones before it; None: nobody knows."""
+    def wait_seconds(self, num_ahead: int, *, priority: int | None = None) -> float | None:
+        """How long after `at` a job starts that has so many queued ones before it; None: nobody knows.
+
+        Args:
+            priority: its class: those before it are of this one or a more urgent one. None: the least urgent.
+        """
         if not self.shapes or not self.num_replicas:
             return None
         free = list(self._free)
-        mean = self._mean_seconds
+        mean = self._mean_ahead(priority)
         # once all replicas are as far as the last one, each round of them takes as long as a clip
         rounds = max(0, num_ahead // len(free) - math.ceil((free[-1] - free[0]) / mean)) if mean else 0
         heapify(free)
@@ -133,7 +139,7 @@ class Outlook:
             return None
         if job.run_at > now and num_ahead is None:
             num_ahead = 0
-        wait = None if num_ahead is None else self.wait_seconds(num_ahead)
+        wait = None if num_ahead is None else self.wait_seconds(num_ahead, priority=job.priority)
         return None if wait is None else max(job.run_at, self.at + timedelta(seconds=wait))
 
     def _seconds_left(self, leased: Leased) -> float:
@@ -157,6 +163,17 @@ class Outlook:
             held[each.owner] += self._seconds_left(each)
         idle = [0.0] * max(0, self.num_replicas - len(held))
         return sorted([*idle, *held.values()])[: self.num_replicas]
+
+    def _mean_ahead(self, priority: int | None) -> float:
+        """What the ranks take for a clip of those that wait in this class and more urgent ones."""
+        num_jobs, seconds = 0, 0.0
+        for one, shapes in self.waiting.items():
+            if priority is None or one <= priority:
+                for shape, count in shapes.items():
+                    times = self.shapes.get(shape)
+                    num_jobs += count
+                    seconds += count * (self._mean_seconds if times is None else times.ranks_seconds)
+        return seconds / num_jobs if num_jobs else self._mean_seconds
 
     @cached_property
     def _mean_seconds(self) -> float:
@@ -234,10 +251,13 @@ class Forecast:
         up = (await session.execute(of_model)).scalars().all()
         undrained = [replica for replica in up if replica.drain_requested_at is None]
         sizes = [num_gpus(replica.layout) for replica in undrained if replica.state in ("ready", "busy")]
-        shape = (Job.width, Job.height, Job.num_frames)
-        leased = select(Job.state, Job.phase, *shape, Job.started_at, Job.progress, Job.lease_owner)
+        shape_columns = (Job.width, Job.height, Job.num_frames)
+        leased = select(Job.state, Job.phase, *shape_columns, Job.started_at, Job.progress, Job.lease_owner)
         held = (await session.execute(leased.where(IS_LEASED, Job.model == self._model))).all()
         pauses = (await session.execute(backlog.queue_pauses())).scalars()
+        waiting: dict[int, dict[Shape, int]] = defaultdict(dict)
+        for priority, *shape, count in (await session.execute(backlog.shapes_waiting(self._model))).all():
+            waiting[priority][(shape[0], shape[1], shape[2])] = count
         return Outlook(
             at=now,
             clock_ahead=clock_ahead,
@@ -246,6 +266,7 @@ class Forecast:
             gpus_per_replica=sum(sizes) / len(sizes) if sizes else None,
             leased=[_leased(row) for row in held],
             paused=frozenset(pause.project for pause in pauses),
+            waiting=waiting,
             is_drained=bool(up) and not undrained,
         )
 

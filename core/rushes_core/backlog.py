@@ -42,6 +42,10 @@ MAX_AHEAD = 10_000
 """Where the count of jobs ahead in the queue stops."""
 MAX_COUNTED = 100_000
 """Where `overview` stops to count the jobs of one project and class."""
+SAMPLED_PER_LANE = 10
+"""Jobs of one project and class that `shapes_waiting` looks at, the first ones."""
+MAX_SAMPLED = 1_000
+"""Jobs of all of them together."""
 EVERYBODY = "*"
 """The project of a pause of all projects."""
 
@@ -199,6 +203,34 @@ def num_ahead(job: Job) -> Select[int]:
     )
     ahead = union_all(urgent, own, others).limit(MAX_AHEAD).subquery()
     return select(func.count()).select_from(ahead)
+
+
+def shapes_waiting(model: str) -> Select[int, int, int, int, int]:
+    """Sizes and lengths of the first queued jobs of each project and class, the most urgent classes first.
+
+    Columns: `priority`, `width`, `height`, `num_frames` and `num_jobs`, of at most `MAX_SAMPLED` jobs, however many
+    wait. Paused projects take no turns.
+    """
+    lane = lanes()
+    shape = (Job.width, Job.height, Job.num_frames)
+    first = (
+        select(*shape)
+        .where(in_lane(lane), Job.run_at <= func.now())
+        .order_by(Job.run_at, Job.id)
+        .limit(SAMPLED_PER_LANE)
+        .correlate(lane)
+        .lateral("first_in_lane")
+    )
+    sampled = (
+        select(lane.c.priority, first.c.width, first.c.height, first.c.num_frames)
+        .select_from(lane)
+        .join(first, true())
+        .where(lane.c.model == model, lane.c.project.not_in(select(QueuePause.project)))
+        .limit(MAX_SAMPLED)
+        .subquery("sampled")
+    )
+    columns = (sampled.c.priority, sampled.c.width, sampled.c.height, sampled.c.num_frames)
+    return select(*columns, func.count().label("num_jobs")).group_by(*columns)
 
 
 def num_ready(*, pool: str, limit: int) -> Select[int]:

@@ -1,7 +1,7 @@
 """What waits on real Postgres: pauses, places in the queue, and the counts that the queue view shows."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rushes_core import backlog, holds, jobs, replicas
@@ -9,6 +9,7 @@ from rushes_core.models import ApiKey
 from sqlalchemy import Engine, func, text
 from sqlalchemy.orm import Session
 from support.job_rows import MODEL, JobRows
+from support.plans import executed_plan, rows_read
 
 KEY = "key_limited"
 
@@ -113,6 +114,42 @@ class TestPlace:
         added = [rows.add(), rows.add(), rows.add(priority=0)]
         rows.run(backlog.pause_queue("default"))
         assert [rows.run(backlog.num_ahead(job)) for job in added] == [1, 2, 0]
+
+
+class TestShapes:
+    LONG: ClassVar = {"num_frames": 362, "width": 832}
+
+    def test_what_waits_is_counted_by_class_and_shape(self, rows: JobRows) -> None:
+        rows.add()
+        rows.add(project="other", **self.LONG)
+        rows.add(priority=2, **self.LONG)
+        for unseen in ({"project": "paused"}, {"model": "another"}, {"run_at": func.now() + text("interval '1 hour'")}):
+            rows.add(**unseen)
+        held(rows)
+        held(rows)
+        rows.run(backlog.pause_queue("paused"))
+        with rows.engine.connect() as connection:
+            found = {tuple(row) for row in connection.execute(backlog.shapes_waiting(MODEL))}
+        assert found == {(1, 480, 480, 107, 2), (1, 832, 480, 362, 1), (2, 832, 480, 362, 1)}
+
+    def test_of_a_long_queue_only_the_first_are_read(self, rows: JobRows) -> None:
+        with rows.engine.begin() as connection:
+            connection.execute(
+                text(
+                    "INSERT INTO jobs"
+                    " (id, project, model, prompt, seed, width, height, num_frames, request, max_attempts)"
+                    " SELECT 'video_' || i, 'p' || i % 2, :model, 'x', i, 480, 480, 107, '{}', 3"
+                    " FROM generate_series(1, 3000) AS i"
+                ),
+                {"model": MODEL},
+            )
+        with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("VACUUM ANALYZE jobs"))
+            ((*_, num_jobs),) = connection.execute(backlog.shapes_waiting(MODEL)).all()
+            plan = executed_plan(connection, backlog.shapes_waiting(MODEL))
+        assert num_jobs == 2 * backlog.SAMPLED_PER_LANE
+        # two lanes, each found by the first row of its own
+        assert rows_read(plan, "jobs") <= num_jobs + 4
 
 
 class TestOverview:

@@ -30,6 +30,7 @@ def job(**changes: Any) -> Job:
     values: dict[str, Any] = {
         "project": "default",
         "state": JobState.QUEUED,
+        "priority": 1,
         "hold": None,
         "width": SHAPE[0],
         "height": SHAPE[1],
@@ -77,6 +78,22 @@ class TestQueued:
         assert starts == pytest.approx(33, abs=1.1)
         assert completes - starts == pytest.approx(12, abs=1.1)
         assert waits(outlook(leased=figures.leased[:1], num_replicas=1), 6)[0] == pytest.approx(67, abs=1.1)
+
+    def test_what_is_ahead_takes_what_clips_of_its_own_sizes_take(self) -> None:
+        shapes = TIMES | {LONG: ShapeTimes(num_jobs=1, run_seconds=80.0, ranks_seconds=70.0)}
+        waiting = {0: {SHAPE: 2}, 1: {LONG: 6}, 2: {SHAPE: 20}}
+        figures = outlook(num_replicas=1, shapes=shapes, waiting=waiting)
+        # two of 10 seconds and six of 70 come before one of their class: 55 each
+        assert figures.wait_seconds(8, priority=1) == pytest.approx(1 + 8 * 55)
+        assert figures.wait_seconds(2, priority=0) == pytest.approx(1 + 2 * 10)
+        assert figures.wait_seconds(28) == pytest.approx(1 + 2 * 10 + 6 * 70 + 20 * 10)
+        assert waits(figures, 8)[0] == pytest.approx(1 + 8 * 55, abs=1.1)
+        assert waits(figures, 2, priority=0)[0] == pytest.approx(1 + 2 * 10, abs=1.1)
+
+    def test_what_is_ahead_and_was_not_measured_takes_as_long_as_what_was(self) -> None:
+        figures = outlook(num_replicas=1, waiting={1: {LONG: 3, SHAPE: 1}})
+        assert figures.wait_seconds(4, priority=1) == pytest.approx(1 + 4 * 10)
+        assert figures.wait_seconds(4, priority=0) == pytest.approx(1 + 4 * 10)
 
     def test_a_clip_that_is_only_stored_yet_holds_nobody_up(self) -> None:
         figures = outlook(num_replicas=1, leased=[busy(spent=11, phase="uploading")])
