@@ -53,7 +53,7 @@ def descendants(pid: int) -> set[int]:
 class Up:
     """A running `rushes up` that has said that it is ready."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, env: Mapping[str, str] | None = None) -> None:
         self.state_dir = state_dir
         self.log = state_dir.with_name(f"{state_dir.name}.out")
         self._offset = self.log.stat().st_size if self.log.exists() else 0
@@ -61,7 +61,7 @@ class Up:
             self.popen = subprocess.Popen(
                 [*RUSHES, "up", "--state", str(state_dir), "--device", "cpu"],
                 cwd=state_dir.parent,
-                env=clean_environment(),
+                env=clean_environment() | dict(env or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
