@@ -79,7 +79,7 @@ def test_a_running_attempt_goes_back_when_its_time_is_over(
 def test_a_pause_takes_back_what_was_claimed_ahead_and_lets_finish_what_runs(
     worker: Worker, jobs: Jobs, engine: Engine, campaign: str
 ) -> None:
-    running = jobs.add("[step 0.4]", campaign_id=campaign, line=1)
+    running = jobs.add("[step 1.5]", campaign_id=campaign, line=1)
     jobs.wait_for(running, JobState.RUNNING)
     ahead = jobs.add(campaign_id=campaign, line=2)
     jobs.wait_for(ahead, JobState.CLAIMED)
