@@ -37,14 +37,26 @@ def ffmpeg_log() -> Iterator[list[tuple[int, str, str]]]:
         av.logging.set_level(None)
 
 
-@pytest.mark.parametrize("num_frames", ADMISSIBLE_FRAMES)
-class TestEveryLength:
-    def test_counts_times_and_tags(self, tmp_path: Path, num_frames: int) -> None:
-        onset = num_samples(num_frames) // 3
-        audio = tone(num_frames)
-        audio[:, :onset] = 0
-        path = make_clip(tmp_path / "clip.mp4", grey_frames(num_frames), audio)
+def onset(num_frames: int) -> int:
+    """The sample at which the sound of a clip sets in."""
+    return num_samples(num_frames) // 3
 
+
+@pytest.fixture(scope="module", params=ADMISSIBLE_FRAMES)
+def num_frames(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, num_frames: int) -> Path:
+    """A clip of so many frames, silent at first."""
+    audio = tone(num_frames)
+    audio[:, : onset(num_frames)] = 0
+    return make_clip(tmp_path_factory.mktemp("length") / "clip.mp4", grey_frames(num_frames), audio)
+
+
+class TestEveryLength:
+    def test_counts_times_and_tags(self, path: Path, num_frames: int) -> None:
         assert frame_times(path) == [Fraction(i, 24) for i in range(num_frames)]
         with av.open(str(path)) as container:
             video, sound = container.streams.video[0], container.streams.audio[0]
@@ -64,20 +76,18 @@ class TestEveryLength:
         decoded = decode_audio(path)
         assert abs(decoded.shape[1] - num_samples(num_frames)) <= AAC_FRAME
         heard = int((np.abs(decoded[0]) > 0.05).argmax())
-        assert abs(heard - onset) <= SAMPLE_RATE * 0.005
+        assert abs(heard - onset(num_frames)) <= SAMPLE_RATE * 0.005
 
-    def test_decodes_in_full_without_a_warning(self, tmp_path: Path, num_frames: int) -> None:
-        path = make_clip(tmp_path / "clip.mp4", grey_frames(num_frames))
+    def test_decodes_in_full_without_a_warning(self, path: Path, num_frames: int) -> None:
         with ffmpeg_log() as lines, av.open(str(path)) as container:
             frames = sum(isinstance(frame, av.VideoFrame) for frame in container.decode())
         assert frames == num_frames
         assert lines == []
 
-    def test_ffprobe_and_ffmpeg_are_silent(self, tmp_path: Path, num_frames: int) -> None:
+    def test_ffprobe_and_ffmpeg_are_silent(self, path: Path, num_frames: int) -> None:
         for tool in ("ffprobe", "ffmpeg"):
             if shutil.which(tool) is None:
                 pytest.skip(f"{tool} is not installed")
-        path = make_clip(tmp_path / "clip.mp4", grey_frames(num_frames))
         entries = "stream=nb_read_frames,r_frame_rate,start_time"
         probe = ["ffprobe", "-v", "error", "-count_frames", "-show_entries", entries, "-of", "csv=p=0", str(path)]
         probed = subprocess.run(probe, capture_output=True, text=True, check=True)

@@ -198,7 +198,7 @@ class TestRanks:
     ) -> None:
         # six units: more ranks than units for seven and eight
         first = 0 if size == 8 else 1
-        ranks = run_ranks(render_on_rank, size, split_checkpoint, SPLIT_REQUESTS[first:], timeout_seconds=300)
+        ranks = run_ranks(render_on_rank, size, split_checkpoint, SPLIT_REQUESTS[first:])
         for index, single in enumerate(alone[first:]):
             seen = [reporters[index] for reporters in ranks]
             for rank, one in enumerate(seen):
@@ -217,7 +217,7 @@ class TestRanks:
 
     def test_a_fault_of_what_is_decoded_last_is_raised_by_its_rank_alone(self, split_checkpoint: Path) -> None:
         # six units: the last of four ranks has none in the second round, and decodes the sound
-        errors = run_ranks(fail_on_rank, 4, split_checkpoint, 3, timeout_seconds=300)
+        errors = run_ranks(fail_on_rank, 4, split_checkpoint, 3)
         frames, last = (f"NotFinite: decoded {what} are not finite" for what in ("frames", "frames or samples"))
         assert errors == [[frames]] * 3 + [[frames, last]]
 

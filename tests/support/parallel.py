@@ -17,7 +17,7 @@ multiprocessing.set_forkserver_preload(["pytest", "torch", "rushes_worker.pipeli
 
 
 def run_ranks(
-    body: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu", timeout_seconds: float = 120
+    body: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu", timeout_seconds: float = 240
 ) -> list[Any]:
     """Call `body(parallel, *arguments)` in `size` fresh processes, on the CPU with gloo or on a GPU each with NCCL.
 

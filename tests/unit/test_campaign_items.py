@@ -159,7 +159,7 @@ def _bodies(model: ServedModel) -> Iterator[dict[str, Any]]:
         "unknown": [1],
         "negative_prompt": ["", "no"],
     }
-    for _ in range(4_000):
+    for _ in range(2_000):
         body = {"prompt": chance.choice(prompts)}
         for name in chance.sample(list(fields), chance.choice([0, 0, 1, 1, 2, 3])):
             body[name] = chance.choice(fields[name])
@@ -190,7 +190,7 @@ def test_a_line_is_judged_as_the_same_request_would_be(model: ServedModel) -> No
             assert getattr(found, name) == columns[name]
         assert json.loads(found.request) == columns["request"]
         verdicts["taken"] += 1
-    assert min(verdicts.values()) > 500
+    assert min(verdicts.values()) > 400
 
 
 def test_ids_of_jobs_rise_with_every_line() -> None:
