@@ -4,6 +4,8 @@
 # Tests marked `long` are left out. With arguments: one pytest that gets them.
 set -u
 cd "$(dirname "$0")/.."
+# tests start hundreds of processes: each would compile all of Rushes again
+unset PYTHONDONTWRITEBYTECODE
 [ $# -eq 0 ] || exec .venv/bin/pytest "$@"
 
 WAITING="tests/integration tests/faults"
