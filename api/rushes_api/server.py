@@ -22,6 +22,10 @@ from rushes_api.figures import shared_figures
 log = get_logger(__name__)
 
 GRACEFUL_SHUTDOWN_SECONDS = 10
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection may lie idle: longer than in the pools of clients (httpx, and so the openai SDK, 5 seconds) and
+of proxies (60). Whoever uses one at the moment at which it is closed here gets no answer, and does not know whether it may
+ask again."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -228,6 +232,7 @@ def _run(app: FastAPI, *, host: str, port: int, workers: int) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         # a worker that has to share its core with too much else is slow, not dead
         timeout_worker_healthcheck=30,
     )

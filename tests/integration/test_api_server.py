@@ -6,11 +6,13 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
@@ -316,6 +318,16 @@ def test_whichever_process_is_scraped_tells_of_all(checkpoint: Path, tmp_path: P
         wait_until(lambda: len(serving_pids() - {victim}) == 2, timeout_seconds=60)
         assert counted() == [total + 20] * 2
     assert not list(tmp_path.glob("rushes-figures-*"))
+
+
+def test_an_idle_connection_outlives_those_in_the_pools_of_clients(checkpoint: Path, tmp_path: Path) -> None:
+    patience = httpx.Limits().keepalive_expiry
+    assert patience is not None
+    with served_by_two(checkpoint, tmp_path) as (port, _), connected(port) as connection:
+        for pause in (patience + 0.5, 0.0):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert received(connection, until=b"}").startswith(b"HTTP/1.1 200 ")
+            time.sleep(pause)
 
 
 def test_connections_beyond_the_limit_are_told_so(checkpoint: Path) -> None:
