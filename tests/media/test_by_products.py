@@ -215,7 +215,7 @@ class TestProcess:
     def test_they_lie_beside_the_clip_and_leave_its_bytes_alone(self, tmp_path: Path) -> None:
         with MediaProcess() as media:
             self.render(media, tmp_path)
-            made = media.finish(timeout=30)
+            made = media.finish(timeout=120)
         assert made.missing == ()
         assert {product.variant for product in made.by_products} == set(BY_PRODUCTS)
         names = {"video.mp4", *(variant.filename for variant in BY_PRODUCTS)}
@@ -226,7 +226,7 @@ class TestProcess:
     def test_only_those_asked_for_are_made(self, tmp_path: Path) -> None:
         with MediaProcess() as media:
             self.render(media, tmp_path, ("audio",))
-            made = media.finish(timeout=30)
+            made = media.finish(timeout=120)
         assert [product.variant for product in made.by_products] == [AUDIO]
         assert {path.name for path in tmp_path.iterdir()} == {"video.mp4", "audio.m4a"}
 
@@ -234,7 +234,7 @@ class TestProcess:
         (tmp_path / THUMBNAIL.filename).mkdir()
         with MediaProcess() as media:
             self.render(media, tmp_path)
-            made = media.finish(timeout=30)
+            made = media.finish(timeout=120)
         assert [one.variant for one in made.missing] == [THUMBNAIL]
         assert {product.variant for product in made.by_products} == {SPRITESHEET, AUDIO}
 

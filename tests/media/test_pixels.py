@@ -223,7 +223,7 @@ class TestProcess:
         with MediaProcess() as media:
             media.start_clip(ClipSpec(tmp_path / "clip.mp4", 64, 64, 56))
             media.add_unit(0, raw, 17, pixels)
-            assert media.wait(timeout=30)
+            assert media.wait(timeout=120)
             message = f"unit-000.raw: 17 frames of {pixels} are {size} bytes, got {other.nbytes}"
             with pytest.raises(MediaError, match=message):
                 media.check()

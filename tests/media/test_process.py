@@ -70,7 +70,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = monotonic() + 30
+    deadline = monotonic() + 120
     while is_running(pid):
         assert monotonic() < deadline, f"process {pid} did not end"
         sleep(0.01)
@@ -82,14 +82,14 @@ class TestClip:
         self, media: MediaProcess, spec: ClipSpec, order: tuple[int, ...]
     ) -> None:
         render(media, spec, order)
-        facts = media.finish(timeout=30).facts
+        facts = media.finish(timeout=120).facts
         whole = make_clip(spec.path.with_name("whole.mp4"), moving_frames(NUM_FRAMES))
         assert spec.path.read_bytes() == whole.read_bytes()
         assert facts == validate_clip(spec.path, width=64, height=64, num_frames=NUM_FRAMES)
 
     def test_raw_files_are_deleted_once_used(self, media: MediaProcess, spec: ClipSpec) -> None:
         render(media, spec)
-        media.finish(timeout=30)
+        media.finish(timeout=120)
         assert files(spec) == ["clip.mp4"]
 
     def test_sound_may_come_before_the_picture(self, media: MediaProcess, spec: ClipSpec) -> None:
@@ -97,20 +97,20 @@ class TestClip:
         media.set_audio(sound(spec))
         for index, path in enumerate(units(spec)):
             media.add_unit(index, path, SIZES[index])
-        assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+        assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
 
     def test_one_process_makes_clip_after_clip(self, media: MediaProcess, spec: ClipSpec) -> None:
         pid = media.pid
         for _ in range(3):
             render(media, spec)
-            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+            assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
         assert media.pid == pid
 
     def test_settings_reach_the_encoder(self, spec: ClipSpec) -> None:
         settings = EncoderSettings(preset="veryfast", crf=35, threads=1)
         with MediaProcess(settings) as media:
             render(media, spec)
-            media.finish(timeout=30)
+            media.finish(timeout=120)
         whole = make_clip(spec.path.with_name("whole.mp4"), moving_frames(NUM_FRAMES), settings=settings)
         assert spec.path.read_bytes() == whole.read_bytes()
 
@@ -123,20 +123,20 @@ class TestFailure:
         yield
         assert files(spec) == []
         render(media, spec)
-        assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+        assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
         assert media.pid == pid
 
     def test_missing_unit(self, media: MediaProcess, spec: ClipSpec) -> None:
         render(media, spec, order=(0, 2))
         spec.path.with_name("frames_001.rgb").unlink()
         with pytest.raises(MediaError, match=r"unit 1 is missing; \[2\] wait for it"):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
     def test_missing_last_unit(self, media: MediaProcess, spec: ClipSpec) -> None:
         render(media, spec, order=(0, 1))
         spec.path.with_name("frames_002.rgb").unlink()
         with pytest.raises(MediaError, match="num_frames=56, but 34 frames were added"):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
     def test_doubled_unit(self, media: MediaProcess, spec: ClipSpec) -> None:
         first, second, third = units(spec)
@@ -144,7 +144,7 @@ class TestFailure:
         for index, path in ((0, first), (1, second), (1, third)):
             media.add_unit(index, path, 17)
         with pytest.raises(MediaError, match="unit 1 was added twice") as caught:
-            media.finish(timeout=30)
+            media.finish(timeout=120)
         assert caught.value.kind == "ValueError"
 
     def test_unit_file_of_another_size(self, media: MediaProcess, spec: ClipSpec) -> None:
@@ -153,13 +153,13 @@ class TestFailure:
         media.start_clip(spec)
         media.add_unit(0, path, 17)
         with pytest.raises(MediaError, match=r"frames_000\.rgb: 17 frames of rgb24 are 208896 bytes, got 208895"):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
     def test_unit_file_that_is_not_there(self, media: MediaProcess, spec: ClipSpec) -> None:
         media.start_clip(spec)
         media.add_unit(0, spec.path.with_name("frames_000.rgb"), 17)
         with pytest.raises(MediaError, match=r"frames_000\.rgb") as caught:
-            media.finish(timeout=30)
+            media.finish(timeout=120)
         assert caught.value.kind == "FileNotFoundError"
 
     def test_sound_that_is_not_finite(self, media: MediaProcess, spec: ClipSpec) -> None:
@@ -170,13 +170,13 @@ class TestFailure:
         np.save(path, np.full((2, 99), np.nan, np.float32))
         media.set_audio(path)
         with pytest.raises(MediaError, match="not finite") as caught:
-            media.finish(timeout=30)
+            media.finish(timeout=120)
         assert isinstance(caught.value, RushesError)
 
     def test_a_clip_of_another_length_than_was_asked_for(self, media: MediaProcess, spec: ClipSpec) -> None:
         media.start_clip(spec)
         with pytest.raises(MediaError, match="but 0 frames were added"):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
     @pytest.mark.parametrize("data", [b"", b"\x93NUMPY", b"not an array"])
     def test_sound_file_that_is_no_array(self, media: MediaProcess, spec: ClipSpec, data: bytes) -> None:
@@ -185,7 +185,7 @@ class TestFailure:
         path.write_bytes(data)
         media.set_audio(path)
         with pytest.raises(MediaError):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
     def test_a_failed_clip_is_noticed_before_finish_and_later_units_are_deleted(
         self, media: MediaProcess, spec: ClipSpec
@@ -193,7 +193,7 @@ class TestFailure:
         first, second, third = units(spec)
         media.start_clip(spec)
         media.add_unit(0, first, 16)
-        assert media.wait(timeout=30)
+        assert media.wait(timeout=120)
         with pytest.raises(MediaError, match="16 frames of rgb24 are"):
             media.add_unit(1, second, 17)
         with pytest.raises(MediaError, match="no clip is in progress"):
@@ -219,7 +219,7 @@ class TestFailure:
     def test_a_directory_that_is_not_there(self, media: MediaProcess, spec: ClipSpec) -> None:
         media.start_clip(ClipSpec(spec.path.parent / "missing" / "clip.mp4", width=64, height=64, num_frames=5))
         with pytest.raises(MediaError, match="does not exist"):
-            media.finish(timeout=30)
+            media.finish(timeout=120)
 
 
 class TestProcess:
@@ -232,7 +232,7 @@ class TestProcess:
             np.save(path, np.zeros((2, 99), np.float32))
             media.set_audio(path)
             with pytest.raises(InvalidClip, match="silent"):
-                media.finish(timeout=30)
+                media.finish(timeout=120)
         assert files(spec) == []
 
     def test_a_killed_process_is_noticed_and_replaced(self, spec: ClipSpec) -> None:
@@ -242,11 +242,11 @@ class TestProcess:
             os.kill(pid, signal.SIGKILL)
             wait_until_gone(pid)
             with pytest.raises(MediaProcessLost, match="status -9"):
-                media.finish(timeout=30)
+                media.finish(timeout=120)
             assert not media.is_alive
             assert files(spec) == []
             render(media, spec)
-            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+            assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
             assert media.pid != pid
 
     def test_a_process_killed_between_clips_is_replaced(self, spec: ClipSpec) -> None:
@@ -254,7 +254,7 @@ class TestProcess:
             os.kill(media.pid, signal.SIGKILL)
             wait_until_gone(media.pid)
             render(media, spec)
-            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+            assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
 
     def test_a_process_that_hangs_is_killed(self, spec: ClipSpec) -> None:
         with MediaProcess() as media:
@@ -275,10 +275,10 @@ class TestProcess:
     def test_interrupt_from_the_terminal_does_not_end_it(self, spec: ClipSpec) -> None:
         with MediaProcess() as media:
             render(media, spec)
-            media.finish(timeout=30)
+            media.finish(timeout=120)
             os.kill(media.pid, signal.SIGINT)
             render(media, spec)
-            assert media.finish(timeout=30).facts.num_frames == NUM_FRAMES
+            assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
 
     @pytest.mark.parametrize("stopped", [False, True], ids=["idle", "unable to notice"])
     def test_it_ends_with_its_parent(self, tmp_path: Path, stopped: bool) -> None:
