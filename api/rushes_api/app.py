@@ -136,11 +136,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.add_middleware(CountRequests, metrics=figures)
     errors.install(app)
+    # requests are matched in this order: those that come all the time first
     for module in (
+        videos,
         health,
         metrics,
         models,
-        videos,
         actions,
         sync,
         events,
