@@ -24,8 +24,8 @@ log = get_logger(__name__)
 GRACEFUL_SHUTDOWN_SECONDS = 10
 KEEP_ALIVE_SECONDS = 75
 """How long a connection may lie idle: longer than in the pools of clients (httpx, and so the openai SDK, 5 seconds) and
-of proxies (60). Whoever uses one at the moment at which it is closed here gets no answer, and does not know whether it may
-ask again."""
+of proxies (60). Whoever uses one at the moment at which it is closed here gets no answer, and does not know whether it
+may ask again."""
 
 
 class Protocol(HttpToolsProtocol):
