@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ["torch", "triton", "transformers", "diffusers", "rushes_worker", "rushes_kernels"]
 
 
-def loaded_by(statement: str) -> set[str]:
+@cache
+def loaded_by(statement: str) -> frozenset[str]:
     """Top-level modules that a fresh interpreter has loaded after `statement`."""
     report = f"{statement}\nimport sys\nprint('\\n'.join({{name.partition('.')[0] for name in sys.modules}}))"
     result = subprocess.run([sys.executable, "-P", "-c", report], capture_output=True, text=True, check=True)
-    return set(result.stdout.split())
+    return frozenset(result.stdout.split())
 
 
 @pytest.mark.parametrize("module", ["rushes_api", "rushes_api.app", "rushes_core.dispatcher", "rushes_cli.main"])
