@@ -44,14 +44,16 @@ class Cluster:
     Args:
         folder: keeps logs and `history.jsonl`.
         mutant: what is taken away from every process.
+        patience: how many times as long as on a machine that has nothing else to do everything may take.
     """
 
-    def __init__(self, servers: Servers, folder: Path, *, seed: int, mutant: str = "") -> None:
+    def __init__(self, servers: Servers, folder: Path, *, seed: int, mutant: str = "", patience: float = 1.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.servers = servers
         self.folder = folder
         self.random = random.Random(seed)
         self.seed = seed
+        self.patience = patience
         self.env = servers.fresh_env()
         self.history = History(folder / "history.jsonl")
         self.recovery_seconds: float | None = None
@@ -244,12 +246,12 @@ class Cluster:
         return self.job(job_id)
 
     def until(self, condition: Callable[[], Any], *, seconds: float = 60) -> Any:
-        """The first true answer to `condition`.
+        """The first true answer to `condition`, which has `patience` times as long.
 
         Raises:
             TimeoutError: there was none in time.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * self.patience
         while True:
             try:
                 if answer := condition():
@@ -276,8 +278,8 @@ class Cluster:
         self.history.add("mark", name=name, **data)
 
     def lifted(self, *, limit: float = 5.0) -> None:
-        """The fault is over: ready work must be claimed within `limit` seconds from here."""
-        self.mark("lifted", limit=limit)
+        """The fault is over: ready work must be claimed within `limit` seconds, times `patience`, from here."""
+        self.mark("lifted", limit=limit * self.patience)
         self._lifted = time.time()
 
     def expect(self, what: str, holds: object, detail: object = "", *, job: str | None = None) -> None:

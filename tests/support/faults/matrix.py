@@ -32,11 +32,15 @@ class Outcome:
     not_run: str = ""
 
 
-def play(row: Row, servers: Servers, folder: Path, *, seed: int) -> Outcome:
-    """Run one scenario and judge its history. What the scenario itself raises is a violation of kind `stuck`."""
+def play(row: Row, servers: Servers, folder: Path, *, seed: int, patience: float = 1.0) -> Outcome:
+    """Run one scenario and judge its history. What the scenario itself raises is a violation of kind `stuck`.
+
+    Args:
+        patience: see `Cluster`.
+    """
     assert row.play is not None
     began = time.monotonic()
-    with Cluster(servers, folder, seed=seed) as cluster:
+    with Cluster(servers, folder, seed=seed, patience=patience) as cluster:
         cluster.meta(row=row.number, name=row.name)
         try:
             row.play(cluster)

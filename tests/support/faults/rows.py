@@ -69,8 +69,12 @@ def reran(cluster: Cluster, job_id: str, *, since: float, crash_count: int | Non
     if len(attempts) > 1:
         seconds = attempts[1]["claimed_at"].timestamp() - since
         cluster.recovery_seconds = seconds
+        limit = 10 * cluster.patience
         cluster.expect(
-            "the job ran again within lease + 10 s", seconds <= LEASE_SECONDS + 10, f"{seconds:.1f} s", job=job_id
+            f"the job ran again within lease + {limit:g} s",
+            seconds <= LEASE_SECONDS + limit,
+            f"{seconds:.1f} s",
+            job=job_id,
         )
     if crash_count is not None:
         cluster.expect(
@@ -84,7 +88,9 @@ def ends_within(cluster: Cluster, pids: Sequence[int], seconds: float, what: str
         holds = True
     except TimeoutError:
         holds = False
-    cluster.expect(f"{what} gone within {seconds:g} s", holds, [pid for pid in pids if is_alive(pid)])
+    cluster.expect(
+        f"{what} gone within {seconds * cluster.patience:g} s", holds, [pid for pid in pids if is_alive(pid)]
+    )
 
 
 def at_point(cluster: Cluster, point: str, *, prompt: str = "a wave") -> tuple[str, Worker]:
