@@ -22,10 +22,6 @@ from rushes_api.figures import shared_figures
 log = get_logger(__name__)
 
 GRACEFUL_SHUTDOWN_SECONDS = 10
-KEEP_ALIVE_SECONDS = 75
-"""How long a connection may lie idle: longer than in the pools of clients (httpx, and so the openai SDK, 5 seconds) and
-of proxies (60). Whoever uses one at the moment at which it is closed here gets no answer, and does not know whether it
-may ask again."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -44,7 +40,11 @@ class Protocol(HttpToolsProtocol):
 
     HARD_SHARE = 1.25
     """Of the connections that are served, how many may be open: those between are told so, further ones are closed."""
+    IDLE_SHARE = 0.5
+    """Of the connections that are served, how many may lie idle: a request that comes while more are open is answered
+    with `Connection: close`."""
 
+    _max_for_idle = float("inf")
     _head_bytes = 0
     _is_in_head = True
     _is_in_body = False
@@ -54,11 +54,14 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         settings: Settings | None = self.app_state.get("settings")
-        if settings is not None and len(self.connections) > settings.api_max_connections:
+        if settings is not None:
+            self.timeout_keep_alive = settings.api_keepalive_seconds
+            self._max_for_idle = self.IDLE_SHARE * settings.api_max_connections
             if len(self.connections) > self.HARD_SHARE * settings.api_max_connections:
                 transport.abort()
                 return
-            self.app = _Overloaded(self.app)  # pyright: ignore[reportAttributeAccessIssue]  the same in other words
+            if len(self.connections) > settings.api_max_connections:
+                self.app = _Overloaded(self.app)  # pyright: ignore[reportAttributeAccessIssue]  the same in other words
         _bound_silence(transport, self.SILENT_SECONDS)
         self._expect_head()
 
@@ -99,12 +102,16 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
+        is_crowded = len(self.connections) > self._max_for_idle
+        if is_crowded:
+            # not before all has come: a client that still sends when the connection is closed may lose its answer
+            self.cycle.keep_alive = False
         super().on_message_complete()
         if self._rest_timer is not None:
             self._stop_rest_timer()
             # uvicorn waits for the next request from the answer on, and no more since the rest has come
             self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
+                0 if is_crowded else self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def on_response_complete(self) -> None:
@@ -232,7 +239,6 @@ def _run(app: FastAPI, *, host: str, port: int, workers: int) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         # a worker that has to share its core with too much else is slow, not dead
         timeout_worker_healthcheck=30,
     )

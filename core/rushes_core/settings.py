@@ -130,6 +130,8 @@ class Settings(DatabaseSettings):
     """Largest request body that is read."""
     api_max_connections: Annotated[int, Field(ge=10, le=100_000)] = 2_000
     """Connections that one API process serves at once; on more, requests are answered 503. Each is an open file."""
+    api_keepalive_seconds: Annotated[int, Field(ge=1, le=86_400)] = 75
+    """How long a connection may lie idle before the API closes it; half of `RUSHES_API_MAX_CONNECTIONS` may at once."""
     api_max_waiting: Annotated[int, Field(ge=1, le=100_000)] = 1_000
     """Requests of one API process that may wait for jobs at once: events, `Prefer: wait`, `/v1/videos/sync`."""
     api_max_waiting_per_key: Annotated[int, Field(ge=1, le=100_000)] = 250

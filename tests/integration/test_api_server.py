@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rushes_api.app import create_app
 from rushes_api.server import Protocol
 from rushes_cli.stack.ports import free_port
+from rushes_core.settings import Settings
 from support.api import API_KEY, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.commands import RUSHES, descendants
@@ -47,12 +48,10 @@ class ImpatientProtocol(Protocol):
 
 
 @contextmanager
-def serving(checkpoint: Path, protocol: type[Protocol], *, keep_alive_seconds: int = 5, **values: Any) -> Iterator[int]:
+def serving(checkpoint: Path, protocol: type[Protocol], **values: Any) -> Iterator[int]:
     """The port of a server in this process; no database, store or Redis stands behind it."""
     app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000, **values))
-    config = uvicorn.Config(
-        app, http=protocol, ws="none", log_config=None, access_log=False, timeout_keep_alive=keep_alive_seconds
-    )
+    config = uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -169,7 +168,7 @@ class TestBody:
                 dripping.join()
 
     def test_one_that_comes_after_its_answer_leaves_a_connection_that_can_be_used(self, checkpoint: Path) -> None:
-        with serving(checkpoint, QuickProtocol, keep_alive_seconds=1) as port, connected(port) as connection:
+        with serving(checkpoint, QuickProtocol, api_keepalive_seconds=1) as port, connected(port) as connection:
             connection.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n12345")
             assert error_code(received(connection, until=b"}}"), 401) == "invalid_api_key"
             connection.sendall(b"67890GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -178,7 +177,7 @@ class TestBody:
             assert received(connection) == b""
 
     def test_a_connection_is_given_up_when_nothing_follows_the_rest_of_one(self, checkpoint: Path) -> None:
-        with serving(checkpoint, QuickProtocol, keep_alive_seconds=1) as port, connected(port) as connection:
+        with serving(checkpoint, QuickProtocol, api_keepalive_seconds=1) as port, connected(port) as connection:
             connection.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n12345")
             assert error_code(received(connection, until=b"}}"), 401) == "invalid_api_key"
             connection.sendall(b"67890")
@@ -323,6 +322,8 @@ def test_whichever_process_is_scraped_tells_of_all(checkpoint: Path, tmp_path: P
 def test_an_idle_connection_outlives_those_in_the_pools_of_clients(checkpoint: Path, tmp_path: Path) -> None:
     patience = httpx.Limits().keepalive_expiry
     assert patience is not None
+    # nginx and the load balancers of AWS keep theirs for 60 seconds
+    assert Settings.model_fields["api_keepalive_seconds"].default > max(patience, 60)
     with served_by_two(checkpoint, tmp_path) as (port, _), connected(port) as connection:
         for pause in (patience + 0.5, 0.0):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -330,13 +331,43 @@ def test_an_idle_connection_outlives_those_in_the_pools_of_clients(checkpoint: P
             time.sleep(pause)
 
 
+def test_an_idle_connection_is_closed_after_the_seconds_of_the_settings(checkpoint: Path) -> None:
+    with serving(checkpoint, Protocol, api_keepalive_seconds=1) as port, connected(port) as connection:
+        connection.settimeout(4)
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"connection: close" not in received(connection).lower()
+
+
+def test_idle_connections_take_no_more_than_half_of_the_room(checkpoint: Path) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\n{LINES}\r\n"
+    with serving(checkpoint, Protocol, api_max_connections=10) as port, ExitStack() as stack:
+        answers: list[bytes] = []
+        for _ in range(30):
+            connection = stack.enter_context(connected(port))
+            connection.sendall(request.encode())
+            answers.append(received(connection, until=b"}]}"))
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+        is_closed = [b"connection: close\r\n" in answer.lower() for answer in answers]
+        assert is_closed == [False] * 5 + [True] * 25
+        # of a request that is answered before its body has come, too
+        late = stack.enter_context(connected(port))
+        late.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
+        assert received(late, until=b"}}").startswith(b"HTTP/1.1 401 ")
+        late.sendall(b"{}")
+        late.settimeout(4)
+        assert received(late) == b""
+
+
 def test_connections_beyond_the_limit_are_told_so(checkpoint: Path) -> None:
     request = f"GET /v1/models HTTP/1.1\r\n{LINES}\r\n"
     with serving(checkpoint, Protocol, api_max_connections=10) as port, ExitStack() as stack:
         held = [stack.enter_context(connected(port)) for _ in range(10)]
         for connection in held:
-            connection.sendall(request.encode())
-            assert received(connection, until=b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+            # is served, and not closed before its body has come
+            connection.sendall(
+                f"POST /v1/videos HTTP/1.1\r\n{LINES}Content-Length: 9\r\nExpect: 100-continue\r\n\r\n".encode()
+            )
+            assert received(connection, until=b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
         answer = exchange(port, request)
         assert error_code(answer, 503) == "overloaded"
         assert b"retry-after: 5\r\n" in answer.lower()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rushes_api.app import create_app
-from rushes_api.server import KEEP_ALIVE_SECONDS
 from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
@@ -198,7 +197,6 @@ class ApiProcess:
                     *(sys.executable, "-m", "uvicorn", "--factory", "rushes_api.app:create_app", "--fd", str(fd)),
                     # as `rushes api` has them
                     *("--http", "rushes_api.server:Protocol", "--ws", "none", "--no-access-log"),
-                    *("--timeout-keep-alive", str(KEEP_ALIVE_SECONDS)),
                 ],
                 env=os.environ | settings_env(settings),
                 pass_fds=[fd],
