@@ -31,6 +31,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, CompoundSelect
 
 from rushes_core.campaigns.tables import Campaign, CampaignCount
+from rushes_core.fields import PRIORITIES
 from rushes_core.holds import CAMPAIGN, CONCURRENCY
 from rushes_core.models import ApiKey, Job, ProjectShare, QueuePause, Replica
 from rushes_core.predicates import IS_CLAIMABLE, IS_LEASED, IS_QUEUED, in_states
@@ -44,8 +45,8 @@ MAX_COUNTED = 100_000
 """Where `overview` stops to count the jobs of one project and class."""
 SAMPLED_PER_LANE = 10
 """Jobs of one project and class that `shapes_waiting` looks at, the first ones."""
-MAX_SAMPLED = 1_000
-"""Jobs of all of them together."""
+MAX_SAMPLED = 300
+"""Jobs of one class."""
 EVERYBODY = "*"
 """The project of a pause of all projects."""
 
@@ -206,31 +207,36 @@ def num_ahead(job: Job) -> Select[int]:
 
 
 def shapes_waiting(model: str) -> Select[int, int, int, int, int]:
-    """Sizes and lengths of the first queued jobs of each project and class, the most urgent classes first.
+    """Sizes and lengths of the first queued jobs of each project and class.
 
-    Columns: `priority`, `width`, `height`, `num_frames` and `num_jobs`, of at most `MAX_SAMPLED` jobs, however many
-    wait. Paused projects take no turns.
+    Columns: `priority`, `width`, `height`, `num_frames` and `num_jobs`, of at most `MAX_SAMPLED` jobs of each class,
+    however many wait. Paused projects take no turns.
     """
-    lane = lanes()
-    shape = (Job.width, Job.height, Job.num_frames)
+    is_any_paused = exists().where(QueuePause.project == EVERYBODY)
+    each = [select(_sampled(model, priority).subquery()) for priority in PRIORITIES.values()]
+    sampled = union_all(*each).subquery("sampled")
+    columns = (sampled.c.priority, sampled.c.width, sampled.c.height, sampled.c.num_frames)
+    return select(*columns, func.count().label("num_jobs")).where(~is_any_paused).group_by(*columns)
+
+
+def _sampled(model: str, priority: int) -> Select[int, int, int, int]:
+    """What `shapes_waiting` counts of one class: its `priority` and each job's shape."""
+    lane = lanes(model, priority)
     first = (
-        select(*shape)
+        select(Job.width, Job.height, Job.num_frames)
         .where(in_lane(lane), Job.run_at <= func.now())
         .order_by(Job.run_at, Job.id)
         .limit(SAMPLED_PER_LANE)
         .correlate(lane)
         .lateral("first_in_lane")
     )
-    sampled = (
+    return (
         select(lane.c.priority, first.c.width, first.c.height, first.c.num_frames)
         .select_from(lane)
         .join(first, true())
-        .where(lane.c.model == model, lane.c.project.not_in(select(QueuePause.project)))
+        .where(lane.c.project.not_in(select(QueuePause.project)))
         .limit(MAX_SAMPLED)
-        .subquery("sampled")
     )
-    columns = (sampled.c.priority, sampled.c.width, sampled.c.height, sampled.c.num_frames)
-    return select(*columns, func.count().label("num_jobs")).group_by(*columns)
 
 
 def num_ready(*, pool: str, limit: int) -> Select[int]:
@@ -260,25 +266,29 @@ def num_ready(*, pool: str, limit: int) -> Select[int]:
     return select(func.count()).select_from(ready)
 
 
-def lanes() -> CTE:
-    """Every model, class and project with claimable jobs: one probe of the index for each, however many there are."""
-    first = (
-        select(Job.model, Job.priority, Job.project)
-        .where(IS_CLAIMABLE)
-        .order_by(Job.model, Job.priority, Job.project)
-        .limit(_ONE)
-        .cte("lanes", recursive=True)
-    )
+def lanes(model: str | None = None, priority: int | None = None) -> CTE:
+    """Every model, class and project with claimable jobs, or those of one model or class: one probe of the index for
+    each, however many jobs there are."""
     following = aliased(Job)
     is_queued = following.state == literal_column(f"'{JobState.QUEUED}'", Job.state.type)
+    first_of, next_of = [IS_CLAIMABLE], [is_queued, following.hold.is_(None)]
+    if model is not None:
+        first_of.append(Job.model == model)
+        next_of.append(following.model == model)
+    if priority is not None:
+        first_of.append(Job.priority == priority)
+        next_of.append(following.priority == priority)
+    first = (
+        select(Job.model, Job.priority, Job.project)
+        .where(*first_of)
+        .order_by(Job.model, Job.priority, Job.project)
+        .limit(_ONE)
+        .cte("lanes" if priority is None else f"lanes_{priority}", recursive=True)
+    )
     lane = (following.model, following.priority, following.project)
     after = (
         select(*lane)
-        .where(
-            is_queued,
-            following.hold.is_(None),
-            tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project),
-        )
+        .where(*next_of, tuple_(*lane) > tuple_(first.c.model, first.c.priority, first.c.project))
         .order_by(*lane)
         .limit(_ONE)
         .correlate(first)

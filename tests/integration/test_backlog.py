@@ -1,6 +1,6 @@
 """What waits on real Postgres: pauses, places in the queue, and the counts that the queue view shows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -132,24 +132,52 @@ class TestShapes:
             found = {tuple(row) for row in connection.execute(backlog.shapes_waiting(MODEL))}
         assert found == {(1, 480, 480, 107, 2), (1, 832, 480, 362, 1), (2, 832, 480, 362, 1)}
 
+    def test_a_pause_of_everybody_leaves_nothing_that_waits_for_a_turn(self, rows: JobRows) -> None:
+        rows.add()
+        rows.run(backlog.pause_queue(backlog.EVERYBODY))
+        assert shapes_waiting(rows) == ([], 0)
+
     def test_of_a_long_queue_only_the_first_are_read(self, rows: JobRows) -> None:
-        with rows.engine.begin() as connection:
-            connection.execute(
-                text(
-                    "INSERT INTO jobs"
-                    " (id, project, model, prompt, seed, width, height, num_frames, request, max_attempts)"
-                    " SELECT 'video_' || i, 'p' || i % 2, :model, 'x', i, 480, 480, 107, '{}', 3"
-                    " FROM generate_series(1, 3000) AS i"
-                ),
-                {"model": MODEL},
-            )
-        with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.execute(text("VACUUM ANALYZE jobs"))
-            ((*_, num_jobs),) = connection.execute(backlog.shapes_waiting(MODEL)).all()
-            plan = executed_plan(connection, backlog.shapes_waiting(MODEL))
+        add_many(rows, 3_000, num_projects=2)
+        ((*_, num_jobs),), num_read = shapes_waiting(rows)
         assert num_jobs == 2 * backlog.SAMPLED_PER_LANE
         # two lanes, each found by the first row of its own
-        assert rows_read(plan, "jobs") <= num_jobs + 4
+        assert num_read <= num_jobs + 4
+
+    def test_many_projects_of_one_class_hide_none_of_another(self, rows: JobRows) -> None:
+        add_many(rows, 6_000, num_projects=300, priority=0)
+        rows.add(priority=2, **self.LONG)
+        found, num_read = shapes_waiting(rows)
+        assert {tuple(row) for row in found} == {(0, 480, 480, 107, backlog.MAX_SAMPLED), (2, 832, 480, 362, 1)}
+        assert num_read < 1_000
+
+    def test_jobs_of_another_model_are_not_read(self, rows: JobRows) -> None:
+        add_many(rows, 2_000, num_projects=200, model="a")
+        rows.add()
+        ((*_, num_jobs),), num_read = shapes_waiting(rows)
+        assert num_jobs == 1
+        assert num_read <= 4
+
+
+def add_many(rows: JobRows, num_jobs: int, *, num_projects: int, model: str = MODEL, priority: int = 1) -> None:
+    with rows.engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO jobs"
+                " (id, project, model, priority, prompt, seed, width, height, num_frames, request, max_attempts)"
+                " SELECT 'video_' || i, 'p' || i % :projects, :model, :priority, 'x', i, 480, 480, 107, '{}', 3"
+                " FROM generate_series(1, :jobs) AS i"
+            ),
+            {"projects": num_projects, "model": model, "priority": priority, "jobs": num_jobs},
+        )
+
+
+def shapes_waiting(rows: JobRows) -> tuple[Sequence[Any], int]:
+    """What is found, and how many rows of jobs were read."""
+    with rows.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("VACUUM ANALYZE jobs"))
+        found = connection.execute(backlog.shapes_waiting(MODEL)).all()
+        return found, rows_read(executed_plan(connection, backlog.shapes_waiting(MODEL)), "jobs")
 
 
 class TestOverview:
