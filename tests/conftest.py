@@ -1,7 +1,10 @@
 """Fixtures that more than one tier uses. Nothing of the servers is imported or started until a test asks for it."""
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 import structlog
 
 # several pytests and their processes share the cores: what torch divides among threads waits until all have had a turn
@@ -18,3 +21,17 @@ structlog.configure(
         structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
     ]
 )
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that runs in this process sends its logs to the test's own stderr, which is closed after it."""
+    root, config = logging.getLogger(), structlog.get_config()
+    handlers, level = list(root.handlers), root.level
+    yield
+    if root.handlers != handlers:
+        root.handlers[:] = handlers
+    if root.level != level:
+        root.setLevel(level)
+    if structlog.get_config() != config:
+        structlog.configure(**config)
