@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from rushes_core import jobs
+from rushes_core.arrivals import CREATE
 from rushes_core.contract import load_contract
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_video_id
@@ -38,21 +38,20 @@ def queue(engine: Engine, settings: Settings, arguments: argparse.Namespace) -> 
     """Accept the jobs, all before the worker starts."""
     width, height = map(int, arguments.size.split("x"))
     prompt = (WORDS * (arguments.tokens // len(WORDS) + 1))[: arguments.tokens]
+    columns = {
+        "project": "default",
+        "model": model_name(settings, load_contract(settings.checkpoint)),
+        "priority": 1,
+        "prompt": prompt,
+        "width": width,
+        "height": height,
+        "num_frames": arguments.frames,
+        "request": {},
+        "max_attempts": 1,
+    }
+    new = [{"id": new_video_id(), "seed": seed, **columns} for seed in range(arguments.jobs)]
     with Session(engine) as session, session.begin():
-        for seed in range(arguments.jobs):
-            row = jobs.create(
-                id=new_video_id(),
-                project="default",
-                model=model_name(settings, load_contract(settings.checkpoint)),
-                prompt=prompt,
-                seed=seed,
-                width=width,
-                height=height,
-                num_frames=arguments.frames,
-                request={},
-                max_attempts=1,
-            )
-            session.execute(row)
+        session.execute(CREATE, {"jobs": json.dumps(new)})
 
 
 def records(worker: "subprocess.Popen[bytes]", log: Path, *, seconds: float) -> Iterator[dict[str, Any]]:

@@ -24,9 +24,8 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import aliased
-from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
+from sqlalchemy.sql.dml import ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.campaigns.tables import CANCEL_ERROR, Campaign
@@ -80,17 +79,6 @@ _TO_CAMPAIGN: dict[str, Any] = {
     "stop_at": None,
 }
 """Whether a job of a campaign may be claimed again is the campaign's to decide."""
-
-
-def create(**values: Any) -> ReturningInsert[Job]:
-    """-> QUEUED. `values` are the columns that a request decides. No row: there is one with this id already.
-
-    A row with a hold is to be followed by `holds.open_holds` in the same transaction.
-    """
-    if values.get("api_key") is not None:
-        values = {"hold": initial_hold(values["api_key"]), **values}
-    statement = upsert(Job).values(state=JobState.QUEUED, **values)
-    return statement.on_conflict_do_nothing(index_elements=[Job.id]).returning(Job)
 
 
 def start(job_id: _Id, *, fence: _Fence, lease_seconds: float) -> ReturningUpdate[Job]:

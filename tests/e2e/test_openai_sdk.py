@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_video_id
 from sqlalchemy import text
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session
 from support import sdk_session
 from support.api import API_KEY
 from support.commands import clean_environment
+from support.new_jobs import insert_job
 from support.service import Service
 from support.worker import eventually
 
@@ -39,19 +39,18 @@ def keys(shared_quick_service: Service) -> Iterator[dict[str, str]]:
     engine = create_sync_engine(shared_quick_service.settings)
     with Session(engine) as session, session.begin():
         for _ in range(NUM_LISTED):
-            session.execute(
-                jobs.create(
-                    id=new_video_id(),
-                    project="sdk-many",
-                    model="none",
-                    prompt="a dog",
-                    seed=1,
-                    width=480,
-                    height=480,
-                    num_frames=107,
-                    request={"seconds": "4"},
-                    max_attempts=1,
-                )
+            insert_job(
+                session,
+                id=new_video_id(),
+                project="sdk-many",
+                model="none",
+                prompt="a dog",
+                seed=1,
+                width=480,
+                height=480,
+                num_frames=107,
+                request={"seconds": "4"},
+                max_attempts=1,
             )
     with shared_quick_service.loader():
         yield {"admin": API_KEY, "wrong": "wrong", **{name: key["secret"] for name, key in made.items()}}

@@ -13,6 +13,7 @@ from rushes_core.settings import Settings
 from sqlalchemy import Engine, func, select, text, update
 from sqlalchemy.orm import Session
 from support.job_rows import RESULT, JobRows
+from support.new_jobs import insert_job
 
 KEY = "key_limited"
 LATER = func.now() + text("interval '1 hour'")
@@ -255,7 +256,7 @@ def test_jobs_that_are_leased_or_open_never_exceed_the_limit_whoever_opens_at_on
     def submit() -> None:
         with Session(rows.engine, expire_on_commit=False) as session, session.begin():
             values = {name: getattr(template, name) for name in columns} | {"priority": next(numbers) % 3}
-            session.execute(jobs.create(id=f"video_{next(numbers)}", **values))
+            insert_job(session, id=f"video_{next(numbers)}", **values)
             session.execute(holds.open_holds(KEY))
 
     def dispatch() -> None:

@@ -7,6 +7,7 @@ from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
+from support.new_jobs import insert_job
 from support.waiting import wait_until
 
 MODEL = "tiny"
@@ -51,7 +52,8 @@ class JobRows:
             "request": {"seconds": "4", "size_requested": None, "metadata": {}},
             "max_attempts": 3,
         }
-        return self.run(jobs.create(**(defaults | values)))
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            return insert_job(session, **(defaults | values))
 
     def claim(self, owner: str = "worker", lease_seconds: float = 30) -> Job | None:
         return self.run(claims.claim(model=MODEL, owner=owner, lease_seconds=lease_seconds))

@@ -20,9 +20,11 @@ from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_worker.child import settings_environment
 from rushes_worker.commands import Boot
-from sqlalchemy import create_engine, func, select, text, update
+from rushes_worker.name import process_detail
+from sqlalchemy import create_engine, delete, func, select, text, update
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
+from sqlalchemy.sql.dml import ReturningUpdate
+from support.new_jobs import insert_job
 from support.processes import children, descendants
 
 T = TypeVar("T")
@@ -112,7 +114,8 @@ class Jobs:
             "request": {},
             "max_attempts": 3,
         }
-        return self._one(jobs.create(**(columns | values))).id
+        with Session(self._engine, expire_on_commit=False) as session, session.begin():
+            return insert_job(session, **(columns | values)).id
 
     def get(self, job_id: str) -> Job:
         with Session(self._engine, expire_on_commit=False) as session:
@@ -262,10 +265,26 @@ class Jobs:
 
         return eventually(ready)
 
+    @contextmanager
+    def namesake(self, name: str) -> Iterator[None]:
+        """Another replica of this name is up, in this process."""
+        row: dict[str, Any] = {"layout": "r1s1", "model": "m", "device": "cpu", "state": "ready", "epoch": 1}
+        replica_id = f"{name}#0-0"
+        with self._engine.begin() as connection:
+            connection.execute(
+                replicas.upsert_replica(replica_id, pool="other", job_id=None, detail=process_detail(), **row)
+            )
+            # however long this takes
+            late = update(Replica).where(Replica.id == replica_id).values(last_seen=func.now() + timedelta(hours=1))
+            connection.execute(late)
+        yield
+        with self._engine.begin() as connection:
+            connection.execute(delete(Replica).where(Replica.id == replica_id))
+
     def close(self) -> None:
         self._engine.dispose()
 
-    def _one(self, statement: ReturningInsert[Job] | ReturningUpdate[Job]) -> Job:
+    def _one(self, statement: ReturningUpdate[Job]) -> Job:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             return session.scalars(statement).one()
 

@@ -156,13 +156,14 @@ def _claim_times(cluster: Cluster, *, count: int) -> list[float]:
     from rushes_core.database import create_sync_engine
     from rushes_core.ids import new_video_id
     from sqlalchemy.orm import Session
+    from support.new_jobs import insert_job
 
     engine = create_sync_engine(cluster.settings(), pool_size=1)
     times = []
     values = {"project": "default", "model": "nobody's", "prompt": "", "seed": 1, "width": 64, "height": 64}
     for _ in range(50):
         with Session(engine) as session, session.begin():
-            session.execute(jobs.create(id=new_video_id(), num_frames=107, request={}, max_attempts=9, **values))
+            insert_job(session, id=new_video_id(), num_frames=107, request={}, max_attempts=9, **values)
     for _ in range(count):
         began = time.monotonic()
         with Session(engine, expire_on_commit=False) as session, session.begin():
