@@ -18,9 +18,10 @@ from rushes_core.prompt import PromptTokenizer
 from rushes_core.setting_rules import problems
 from rushes_core.settings import Settings
 from rushes_worker.devices import find_devices
-from rushes_worker.launcher import check_devices_serve, check_options, check_pipeline
+from rushes_worker.launcher import check_pipeline
 from rushes_worker.layout import Layout
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.pipeline.options import check_devices_serve, check_options
 
 from rushes_cli.main import UsageError, warn_of_unknown_variables
 from rushes_cli.stack import EmbeddedStack, StackError
@@ -59,7 +60,7 @@ class Parts:
             options = check_options(settings)
             layout = Layout.parse(self.layout)
             EncoderSettings.of(settings, replicas=layout.replicas)
-            check_devices_serve(settings, options, find_devices(layout, self.device))
+            check_devices_serve(options, find_devices(layout, self.device))
         except ValidationError as error:
             raise UsageError(f"settings: {problems(error, Settings)}") from None
         except ValueError as error:

@@ -344,16 +344,19 @@ class TestKill:
     def test_nothing_survives_a_killed_supervisor_and_its_job_runs_again(
         self, settings: Settings, jobs: Jobs, start_worker: StartWorker
     ) -> None:
-        worker = start_worker()
+        worker = start_worker(worker_name="farm")
         job_id = jobs.add("[step 60 on attempt 1]")
         jobs.wait_for(job_id, JobState.RUNNING)
         (supervisor,) = worker.supervisors
         orphans = children(supervisor)
         assert len(orphans) == 2
-        os.kill(supervisor, signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in orphans), seconds=30)
+        with jobs.namesake("farm-r0"):
+            os.kill(supervisor, signal.SIGKILL)
+            eventually(lambda: not any(is_alive(pid) for pid in orphans), seconds=30)
 
-        # the launcher starts another one, which finds no trace on disk; the lease gives the job back
+            # the launcher starts another one, whose name was taken meanwhile, and another when it is free
+            eventually(lambda: worker.events("name_taken"))
+        # that one finds no trace on disk; the lease gives the job back
         eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
         job = jobs.get(job_id)
         assert (job.attempt, job.crash_count) == (2, 1)

@@ -4,12 +4,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_core import replicas
 from rushes_core.models import Replica
 from rushes_core.settings import Settings
+from rushes_worker import name
+from rushes_worker.assignment import EXIT_NAME_TAKEN, EXIT_UNFIT
+from rushes_worker.launcher import Refusals
 from rushes_worker.name import NameTaken, claim_name, process_detail
 from sqlalchemy import Engine, func, select, text, update
 from support.api import offline_settings
@@ -116,6 +120,7 @@ def test_one_elsewhere_that_is_heard_of_again_is_up(settings: Settings, engine: 
 def test_one_elsewhere_is_waited_for_until_it_was_silent_for_a_lease(
     settings: Settings, engine: Engine, detail: dict[str, Any]
 ) -> None:
+    settings = settings.model_copy(update={"lease_seconds": 600})
     put(engine, detail=detail)
     waits: list[list[str]] = []
 
@@ -129,11 +134,83 @@ def test_one_elsewhere_is_waited_for_until_it_was_silent_for_a_lease(
         return True
 
     with engine.begin() as connection:
-        late = func.now() - timedelta(seconds=settings.lease_seconds - 5)
+        late = func.now() - timedelta(seconds=settings.lease_seconds - 120)
         connection.execute(update(Replica).values(last_seen=late))
     claim(settings, sleep=ages)
     assert waits == [[OLD]] * 2
     assert names(engine) == [OLD, NEW]
+
+
+def proc(folder: Path, *, boot: bool = True) -> Path:
+    """A `/proc` that shows no process, as one whose others are hidden does; without `boot` nothing of the system."""
+    (folder / "self/ns").mkdir(parents=True)
+    (folder / "self/ns/pid").touch()
+    if boot:
+        (folder / "sys/kernel/random").mkdir(parents=True)
+        (folder / "sys/kernel/random/boot_id").write_text("0f3c")
+    return folder
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Have `folder` be `/proc`; what a row says of this process that was written while it could be seen."""
+    monkeypatch.setattr(name, "PROC", folder)
+    return process_detail() | {"ticks": 1}
+
+
+def awaited(settings: Settings) -> bool:
+    """Whether the name is neither free nor refused at once."""
+    waits: list[float] = []
+
+    def stop(seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    claim(settings, sleep=stop)
+    return bool(waits)
+
+
+def test_a_process_that_is_hidden_counts_as_long_as_it_is_heard_of(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(engine, detail=hide(monkeypatch, proc(tmp_path)))
+    assert awaited(settings)
+    assert names(engine) == [OLD]
+    # of process 1 only root may ask more than whether it is there
+    put(engine, detail=hide(monkeypatch, tmp_path) | {"pid": 1})
+    assert awaited(settings)
+
+
+def test_a_process_that_is_hidden_and_ended_takes_no_name(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(engine, detail=hide(monkeypatch, proc(tmp_path)) | {"pid": 2**22 + 1})
+    claim(settings)
+    assert names(engine) == [OLD, NEW]
+
+
+def test_a_process_that_may_not_be_looked_at_counts_as_long_as_it_is_heard_of(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # root may read every file, but no directory as one
+    (proc(tmp_path) / str(os.getpid()) / "stat").mkdir(parents=True)
+    put(engine, detail=hide(monkeypatch, tmp_path))
+    assert awaited(settings)
+
+
+def test_where_the_system_is_not_seen_others_that_do_not_see_it_may_be_elsewhere(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    detail = hide(monkeypatch, proc(tmp_path, boot=False))
+    assert detail["namespace"] is None
+    put(engine, detail=detail | {"pid": 2**22 + 1})
+    assert awaited(settings)
+
+
+def test_a_row_that_could_not_tell_when_its_process_was_started_counts_as_long_as_it_is_refreshed(
+    settings: Settings, engine: Engine
+) -> None:
+    put(engine, detail=process_detail() | {"ticks": None, "pid": 2**22 + 1})
+    assert awaited(settings)
 
 
 def test_one_that_is_asked_to_stop_while_it_waits_waits_no_more(settings: Settings, engine: Engine) -> None:
@@ -157,3 +234,15 @@ def test_of_several_that_start_at_once_one_gets_the_name(settings: Settings, eng
 
 def test_a_database_that_is_away_keeps_nobody_from_starting(settings: Settings) -> None:
     claim(offline_settings(settings.checkpoint))
+
+
+def test_a_worker_of_several_replicas_tells_once_that_its_name_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    refusals = Refusals()
+    refusals.tell(EXIT_NAME_TAKEN, "the name farm is taken: replica farm-r0 is up")
+    refusals.tell(EXIT_NAME_TAKEN, "the name farm is taken: replica farm-r1 is up")
+    refusals.tell(EXIT_UNFIT, "a tensor is missing")
+    refusals.tell(0, "")
+    assert capsys.readouterr().err.splitlines() == [
+        "rushes worker: the name farm is taken: replica farm-r0 is up",
+        "rushes worker: a tensor is missing",
+    ]

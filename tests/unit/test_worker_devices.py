@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from rushes_worker import devices
 from rushes_worker.devices import VISIBLE, Devices, Driver, find_devices, runs_on, visible_devices
-from rushes_worker.launcher import check_devices_serve, check_options
 from rushes_worker.layout import Layout
+from rushes_worker.pipeline.options import check_devices_serve, check_options
 from support.api import offline_settings
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
@@ -160,10 +160,9 @@ def test_code_that_does_not_run_on_a_device_is_known(
 
 
 def test_attention_for_hoppers_is_refused_on_others_by_their_capability() -> None:
-    settings = offline_settings(Path("nowhere"), pipeline_options="attention=hopper")
-    options = check_options(settings)
-    check_devices_serve(settings, options, Devices("cuda", ("0", "1"), ((9, 0), (9, 0))))
+    options = check_options(offline_settings(Path("nowhere"), pipeline_options="attention=hopper"))
+    check_devices_serve(options, Devices("cuda", ("0", "1"), ((9, 0), (9, 0))))
     with pytest.raises(
         ValueError, match=r"RUSHES_PIPELINE_OPTIONS=attention=hopper: .* compute capability 9\.0, device 3 has 8\.0"
     ):
-        check_devices_serve(settings, options, Devices("cuda", ("0", "3"), ((9, 0), (8, 0))))
+        check_devices_serve(options, Devices("cuda", ("0", "3"), ((9, 0), (8, 0))))

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 from rushes_core.contract import load_contract
+from rushes_worker import devices
+from rushes_worker.devices import VISIBLE, Driver
 from rushes_worker.layout import Layout
 from rushes_worker.network import interface_of
 from rushes_worker.node import match, parse_address
@@ -48,12 +50,27 @@ def test_a_node_joins_a_first_one_of_the_layout_that_it_was_told_or_of_any(
     layout: Layout | None, tmp_path: Path
 ) -> None:
     contract = load_contract(write_contract(tmp_path / "checkpoint"))
-    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4")
+    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4", None)
     assert match(welcome, contract=contract, kind="cpu", layout=layout).kind == "cpu"
 
 
 def test_a_node_that_was_told_another_layout_does_not_join(tmp_path: Path) -> None:
     contract = load_contract(write_contract(tmp_path / "checkpoint"))
-    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4")
+    welcome = Welcome(version("rushes"), contract, "cpu", "r1s4", None)
     with pytest.raises(ValueError, match="this node's --layout is r1s8, the first node's is r1s4"):
         match(welcome, contract=contract, kind="cpu", layout=Layout.parse("r1s8"))
+
+
+def test_a_node_whose_devices_cannot_do_what_the_first_one_is_asked_for_does_not_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(devices, "torch_cuda_build", lambda: "12.8")
+    contract = load_contract(write_contract(tmp_path / "checkpoint"))
+    welcome = Welcome(version("rushes"), contract, "cuda", "r1s4", ("attention=hopper",))
+    hoppers = Driver(0, 13000, ("H200", "H200"), ((9, 0), (9, 0)))
+    assert match(welcome, contract=contract, kind="auto", layout=None, driver=hoppers).visible == ("0", "1")
+    mixed = Driver(0, 13000, ("H200", "A100"), ((9, 0), (8, 0)))
+    refusal = "the first node's RUSHES_PIPELINE_OPTIONS=attention=hopper: .* device 1 has 8.0"
+    with pytest.raises(ValueError, match=refusal):
+        match(welcome, contract=contract, kind="auto", layout=None, driver=mixed)

@@ -8,6 +8,8 @@ from rushes_worker.layout import Layout
 
 EXIT_UNFIT = 78
 """The replica can never serve as it was asked to (EX_CONFIG): starting it again is of no use."""
+EXIT_NAME_TAKEN = 75
+"""Another replica that is up has the name (EX_TEMPFAIL)."""
 MAX_REFUSAL_BYTES = 16_384
 """Of what it says about that, to the launcher: less than a pipe holds."""
 

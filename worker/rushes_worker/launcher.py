@@ -20,7 +20,7 @@ from rushes_core.setting_rules import listed, variable
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 
-from rushes_worker.assignment import EXIT_UNFIT, Assignment
+from rushes_worker.assignment import EXIT_NAME_TAKEN, EXIT_UNFIT, Assignment
 from rushes_worker.child import how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import NODES, Layout
@@ -28,14 +28,7 @@ from rushes_worker.media.settings import EncoderSettings
 from rushes_worker.media.trial import try_encoder
 from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
-from rushes_worker.pipeline.options import (
-    GPU_ATTENTION,
-    HOPPER_CAPABILITY,
-    SYNTHETIC,
-    PipelineOptions,
-    options_of,
-    seed_of,
-)
+from rushes_worker.pipeline.options import SYNTHETIC, check_devices_serve, check_options, seed_of
 from rushes_worker.scratch import check_directory
 from rushes_worker.stopping import ignore_signals
 
@@ -54,10 +47,31 @@ class _Replica:
     assignment: Assignment
     process: subprocess.Popen[bytes] | None = None
     refusal: int = -1
-    """Where it says why it can never serve."""
+    """Where it says why it cannot serve."""
     started_at: float = 0.0
     failures: int = 0
+    has_run: bool = False
+    """A supervisor of it ended, and not for its name: whoever has that now took it meanwhile."""
     start_at: float = field(default_factory=time.monotonic)
+
+
+class Refusals:
+    """Prints why a worker's supervisors refuse to serve, each reason once."""
+
+    def __init__(self) -> None:
+        self._told: set[str | int] = set()
+
+    def tell(self, status: int, why: str) -> None:
+        """
+        Args:
+            status: that of the supervisor, which has ended.
+            why: empty: it did not refuse.
+        """
+        # every replica of a worker finds its name with another one
+        reason = status if status == EXIT_NAME_TAKEN else why
+        if why and reason not in self._told:
+            self._told.add(reason)
+            print(f"rushes worker: {why}", file=sys.stderr, flush=True)
 
 
 class Launcher:
@@ -67,7 +81,7 @@ class Launcher:
         self._settings = settings
         self._environment = settings_environment(settings)
         self._stop = threading.Event()
-        self._told: set[str] = set()
+        self._refusals = Refusals()
         self._replicas = [
             _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout), nodes))
             for replica in range(layout.replicas)
@@ -81,14 +95,14 @@ class Launcher:
         """Returns the exit status: 0 after a drain, 1 when a replica can never serve."""
         while not self._stop.is_set():
             for replica in self._replicas:
-                if self._keep_running(replica) == EXIT_UNFIT:
+                if not self._keep_running(replica):
                     self._drain()
                     return 1
             self._stop.wait(_TICK_SECONDS)
         return self._drain()
 
-    def _keep_running(self, replica: _Replica) -> int | None:
-        """Start, or start again, what should run; the exit status of a supervisor that just ended."""
+    def _keep_running(self, replica: _Replica) -> bool:
+        """Start, or start again, what should run; False: it can never serve."""
         now = time.monotonic()
         if replica.process is None:
             if now >= replica.start_at:
@@ -101,27 +115,26 @@ class Launcher:
                     pass_fds=(theirs,),
                 )
                 os.close(theirs)
-            return None
+            return True
         status = replica.process.poll()
         if status is None:
-            return None
+            return True
         replica.process = None
-        self._tell(replica)
+        why = _refusal_of(replica)
+        if status == EXIT_UNFIT or (status == EXIT_NAME_TAKEN and not replica.has_run):
+            self._refusals.tell(status, why)
+            return False
         replica.failures = 1 if now - replica.started_at > _STEADY_SECONDS else replica.failures + 1
         seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (replica.failures - 1))
         replica.start_at = now + seconds
-        if status != EXIT_UNFIT:
-            number = replica.assignment.replica
-            log.error("supervisor_died", replica=number, ended=how_it_ended(status), restart_seconds=seconds)
-        return status
-
-    def _tell(self, replica: _Replica) -> None:
-        """Print why a supervisor that has ended can never serve, unless another one gave that reason."""
-        with os.fdopen(replica.refusal, "rb") as refusal:
-            why = refusal.read().decode(errors="replace")
-        if why and why not in self._told:
-            self._told.add(why)
-            print(f"rushes worker: {why}", file=sys.stderr, flush=True)
+        fields = {"replica": replica.assignment.replica, "restart_seconds": seconds}
+        if status == EXIT_NAME_TAKEN:
+            # the others of this worker go on
+            log.error("name_taken", reason=why, **fields)
+        else:
+            replica.has_run = True
+            log.error("supervisor_died", ended=how_it_ended(status), **fields)
+        return True
 
     def _drain(self) -> int:
         """Ask every supervisor to stop and wait; 0 if all left in peace."""
@@ -136,10 +149,16 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
-            self._tell(replica)
+            self._refusals.tell(status, _refusal_of(replica))
             # one that was still starting had no handler for the signal yet, and nothing to give back
             peaceful = peaceful and status in (0, -signal.SIGTERM)
         return 0 if peaceful else 1
+
+
+def _refusal_of(replica: _Replica) -> str:
+    """Why its supervisor, which has ended, refused to serve; empty: it did not."""
+    with os.fdopen(replica.refusal, "rb") as refusal:
+        return refusal.read().decode(errors="replace")
 
 
 def _check_buckets(settings: Settings) -> None:
@@ -199,44 +218,6 @@ def _named(node: ast.Name | ast.alias | ast.ClassDef | ast.FunctionDef) -> str:
     return (node.asname or node.name) if isinstance(node, ast.alias) else node.name
 
 
-def check_options(settings: Settings) -> PipelineOptions | None:
-    """What the pipeline is asked for; None for another than this repository's, which has options of its own.
-
-    Raises:
-        ValueError: it takes no such option.
-    """
-    if settings.pipeline != type(settings).model_fields["pipeline"].default:
-        return None
-    try:
-        return PipelineOptions.parse(options_of(settings))
-    except ValueError as error:
-        raise ValueError(f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}: {error}") from error
-
-
-def check_devices_serve(settings: Settings, options: PipelineOptions | None, devices: Devices) -> None:
-    """Raise `ValueError` when these devices cannot do what the pipeline is asked for."""
-    if options is None:
-        return
-    asked = f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}"
-    on_gpus = devices.kind == "cuda"
-    if options.synthetic_seed is not None and not on_gpus:
-        raise ValueError(f"{asked} draws weights of the released sizes on a GPU, found none")
-    if options.attention in GPU_ATTENTION and not on_gpus:
-        raise ValueError(f"{asked}: attention={options.attention} needs a GPU, and this worker runs on the CPU")
-    if options.attention == "hopper":
-        for entry, (major, minor) in zip(devices.visible, devices.capabilities, strict=True):
-            if (major, minor) != HOPPER_CAPABILITY:
-                needed = ".".join(map(str, HOPPER_CAPABILITY))
-                raise ValueError(
-                    f"{asked}: attention=hopper needs compute capability {needed}, device {entry} has {major}.{minor}"
-                )
-    if options.captures and not on_gpus:
-        raise ValueError(
-            f"RUSHES_CAPTURE={settings.capture} captures graphs of a GPU, and this worker runs on the CPU; "
-            "leave it empty"
-        )
-
-
 def with_synthetic_weights(settings: Settings, weights: str) -> Settings:
     """Settings whose ranks draw random weights of the released sizes instead of reading the checkpoint's.
 
@@ -280,7 +261,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         devices = find_devices(wanted, device, nodes=nodes)
         if weights and devices.kind != "cuda":
             raise ValueError(f"--weights {weights} draws weights of the released sizes on a GPU, found none")
-        check_devices_serve(settings, options, devices)
+        check_devices_serve(options, devices)
         if nodes > 1:
             _check_node(settings)
         check_directory(settings.scratch)

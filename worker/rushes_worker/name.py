@@ -1,12 +1,14 @@
 """The name of a replica: jobs remember by it, over restarts, which replicas they crashed. No two that are up share one.
 
 A row says which process it is of, so that one that died is known by that where it can be looked for: in the same system
-and the same namespace of processes. Elsewhere, as from another container, a row counts as long as it is refreshed.
+and the same namespace of processes. Elsewhere, as from another container, or where processes are hidden, a row counts
+as long as it is refreshed.
 """
 
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from sqlalchemy.orm import Session
 
 log = get_logger(__name__)
 
+PROC = Path("/proc")
 _LOOK_SECONDS = 0.5
-_ENDED = "ZX"
+_ENDED = (b"Z", b"X")
 
 
 class NameTaken(ValueError):
@@ -32,7 +35,8 @@ class NameTaken(ValueError):
 
 
 def process_detail() -> dict[str, Any]:
-    """What a replica's row says of this process: `pid`, `host`, and what tells it from others of that number."""
+    """What a replica's row says of this process: `pid`, `host`, and what tells it from others of that number, None
+    where that cannot be read."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "namespace": _namespace(), "ticks": _ticks(os.getpid())}
 
 
@@ -86,9 +90,14 @@ def _claim(
 
 def _runs(detail: dict[str, Any]) -> bool | None:
     """Whether the process that a row is of runs; None: it cannot be seen from here."""
-    if detail.get("namespace") != _namespace():
+    namespace, ticks = _namespace(), detail.get("ticks")
+    if namespace is None or ticks is None or detail.get("namespace") != namespace:
         return None
-    return _ticks(detail["pid"]) == detail["ticks"]
+    try:
+        found = _ticks(detail["pid"])
+    except ProcessLookupError:
+        return False
+    return None if found is None else found == ticks
 
 
 def _complaint(holder: Replica) -> str:
@@ -102,15 +111,32 @@ def _complaint(holder: Replica) -> str:
     )
 
 
-def _namespace() -> str:
-    """Of the numbers of processes: of this boot of this system, and of this container."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+def _namespace() -> str | None:
+    """Of the numbers of processes: of this boot of this system, and of this container; None: it cannot be read."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(PROC / 'self/ns/pid').stat().st_ino}"
+    except OSError:
+        return None
 
 
 def _ticks(pid: int) -> int | None:
-    """When process `pid` was started, in ticks of this boot; None: it does not run."""
+    """When process `pid` was started, in ticks of this boot; None: that cannot be seen.
+
+    Raises:
+        ProcessLookupError: it does not run.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except ProcessLookupError:
+        raise
+    except FileNotFoundError:
+        # others' processes may be hidden (hidepid=2), and are there all the same
+        with suppress(PermissionError):
+            os.kill(pid, 0)
         return None
-    return None if fields[0] in _ENDED else int(fields[19])
+    except OSError:
+        return None
+    if fields[0] in _ENDED:
+        raise ProcessLookupError(f"process {pid} has ended")
+    return int(fields[19])

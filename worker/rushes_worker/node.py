@@ -23,7 +23,7 @@ from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
 
 from rushes_worker.commands import AudioReady, Boot, Done, Failed, Refused, Render, Report, Stopped, UnitReady
-from rushes_worker.devices import Devices, find_devices
+from rushes_worker.devices import Devices, Driver, find_devices
 from rushes_worker.layout import NODES, Layout
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.network import interface_of
@@ -44,6 +44,7 @@ from rushes_worker.node_link import (
     prove,
     secret_of,
 )
+from rushes_worker.pipeline.options import check_devices_serve
 from rushes_worker.scratch import Scratch, check_directory
 from rushes_worker.stopping import ignore_signals
 from rushes_worker.wake import Wake
@@ -256,13 +257,21 @@ class _Epochs:
         log.info("ranks_ended", epoch=self._epoch)
 
 
-def match(welcome: Welcome, *, contract: InferenceContract, kind: str, layout: Layout | None) -> Devices:
+def match(
+    welcome: Welcome,
+    *,
+    contract: InferenceContract,
+    kind: str,
+    layout: Layout | None,
+    driver: Driver | None = None,
+) -> Devices:
     """The devices of a node that joins for its share of the ranks.
 
     Args:
         contract: of its checkpoint.
         kind: `cpu`, `cuda` or `auto`.
         layout: what the first node's must be; None: whatever it is.
+        driver: what the driver of devices says; asked if not given.
 
     Raises:
         ValueError: version, checkpoint, layout or devices are not what the first node needs.
@@ -276,9 +285,13 @@ def match(welcome: Welcome, *, contract: InferenceContract, kind: str, layout: L
     ):
         if ours != theirs:
             raise ValueError(f"this node's {what} is {ours}, the first node's is {theirs}")
-    devices = find_devices(wanted, kind, nodes=NODES)
+    devices = find_devices(wanted, kind, nodes=NODES, driver=driver)
     if devices.kind != welcome.kind:
         raise ValueError(f"this node's ranks would run on {devices.kind}, the first node's run on {welcome.kind}")
+    try:
+        check_devices_serve(welcome.options, devices)
+    except ValueError as error:
+        raise ValueError(f"the first node's {error}") from error
     return devices
 
 

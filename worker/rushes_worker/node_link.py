@@ -25,7 +25,8 @@ from rushes_worker.wake import Wake
 
 PULSE_SECONDS = 0.5
 SILENCE_SECONDS = 3.0
-"""Without a word for so long the other node counts as lost, on both: with the time to end the ranks, below 5 s."""
+"""Without a word for so long the other node counts as lost, on both; the time to end the ranks comes on top. Tests hold
+that ranks end then, not how soon."""
 
 MIN_SECRET = 16
 
@@ -42,6 +43,8 @@ class Welcome:
     contract: InferenceContract
     kind: str
     layout: str
+    options: tuple[str, ...] | None
+    """What the pipeline is asked for; None: it is another than this repository's."""
 
 
 @dataclass(frozen=True, slots=True)

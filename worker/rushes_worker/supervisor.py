@@ -29,7 +29,7 @@ from rushes_core.served_model import model_name
 from rushes_core.settings import Settings, get_settings
 from rushes_core.storage import ObjectStore
 
-from rushes_worker.assignment import EXIT_UNFIT, MAX_REFUSAL_BYTES, Assignment
+from rushes_worker.assignment import EXIT_NAME_TAKEN, EXIT_UNFIT, MAX_REFUSAL_BYTES, Assignment
 from rushes_worker.attempt import Workshop
 from rushes_worker.child import end_with_parent
 from rushes_worker.claimer import Claimer
@@ -43,10 +43,10 @@ from rushes_worker.ledger import Claim, Ledger
 from rushes_worker.media.pool import MediaPool
 from rushes_worker.media.process import MediaProcess
 from rushes_worker.media.settings import EncoderSettings
-from rushes_worker.name import claim_name, process_detail
+from rushes_worker.name import NameTaken, claim_name, process_detail
 from rushes_worker.node_link import NodeLink, Welcome, secret_of
 from rushes_worker.node_port import NodePort
-from rushes_worker.pipeline.options import options_of, revision_of
+from rushes_worker.pipeline.options import check_options, options_of, revision_of
 from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
@@ -341,6 +341,7 @@ def _node_port(
         contract=contract,
         kind=assignment.kind,
         layout=str(assignment.layout),
+        options=check_options(settings),
     )
     secret = secret_of(settings.node_secret.get_secret_value())
     return NodePort(settings.node_host, settings.node_port, secret=secret, welcome=welcome, on_change=on_change)
@@ -373,6 +374,8 @@ def main(arguments: list[str]) -> int:
     configure_logging(settings.log_level, json=settings.log_json)
     try:
         supervisor = Supervisor(settings, Assignment.parse(arguments[2:]))
+    except NameTaken as error:
+        return _refuse(refusal, str(error), status=EXIT_NAME_TAKEN)
     except (CheckpointError, ValueError) as error:
         return _refuse(refusal, f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error))
     try:
@@ -381,10 +384,10 @@ def main(arguments: list[str]) -> int:
         return _refuse(refusal, str(error))
 
 
-def _refuse(refusal: int, why: str) -> int:
+def _refuse(refusal: int, why: str, *, status: int = EXIT_UNFIT) -> int:
     """Have the launcher say why, once for all replicas."""
     os.write(refusal, why.encode()[:MAX_REFUSAL_BYTES])
-    return EXIT_UNFIT
+    return status
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from rushes_worker.pixels import PixelFormat
 if TYPE_CHECKING:
     from rushes_core.settings import Settings
 
+    from rushes_worker.devices import Devices
+
 TEXT_CAPACITIES, CAPTURE, GRAPH_BYTES = "text-capacities", "capture", "graph-bytes"
 """Options that settings of their own stand for."""
 SYNTHETIC = "synthetic"
@@ -83,6 +85,50 @@ def options_of(settings: "Settings") -> tuple[str, ...]:
         f"{GRAPH_BYTES}={settings.graph_bytes}",
         *listed(settings.pipeline_options),
     )
+
+
+def check_options(settings: "Settings") -> tuple[str, ...] | None:
+    """The words that ranks are given; None for another pipeline than this repository's, which has options of its own.
+
+    Raises:
+        ValueError: it takes no such option.
+    """
+    if settings.pipeline != type(settings).model_fields["pipeline"].default:
+        return None
+    options = options_of(settings)
+    try:
+        PipelineOptions.parse(options)
+    except ValueError as error:
+        raise ValueError(f"RUSHES_PIPELINE_OPTIONS={settings.pipeline_options}: {error}") from error
+    return options
+
+
+def check_devices_serve(options: Sequence[str] | None, devices: "Devices") -> None:
+    """Raise `ValueError` when these devices cannot do what the pipeline is asked for.
+
+    Args:
+        options: as `check_options` returns them.
+    """
+    if options is None:
+        return
+    chosen = PipelineOptions.parse(options)
+    words = dict(option.split("=", 1) for option in options)
+    on_gpus = devices.kind == "cuda"
+    if chosen.synthetic_seed is not None and not on_gpus:
+        asked = f"RUSHES_PIPELINE_OPTIONS=weights={words['weights']}"
+        raise ValueError(f"{asked} draws weights of the released sizes on a GPU, found none")
+    asked = f"RUSHES_PIPELINE_OPTIONS=attention={chosen.attention}: attention={chosen.attention}"
+    if chosen.attention in GPU_ATTENTION and not on_gpus:
+        raise ValueError(f"{asked} needs a GPU, and this worker runs on the CPU")
+    if chosen.attention == "hopper":
+        for entry, (major, minor) in zip(devices.visible, devices.capabilities, strict=True):
+            if (major, minor) != HOPPER_CAPABILITY:
+                needed = ".".join(map(str, HOPPER_CAPABILITY))
+                raise ValueError(f"{asked} needs compute capability {needed}, device {entry} has {major}.{minor}")
+    if chosen.captures and not on_gpus:
+        raise ValueError(
+            f"RUSHES_CAPTURE={words[CAPTURE]} captures graphs of a GPU, and this worker runs on the CPU; leave it empty"
+        )
 
 
 def revision_of(options: Sequence[str]) -> str | None:
