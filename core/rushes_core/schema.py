@@ -75,4 +75,5 @@ def check_schema(settings: Settings) -> None:
     if problem := mismatch(found):
         raise SchemaMismatch(problem)
     if is_newer(found):
-        log.info("schema_is_newer", revision=found, known=known_revisions()[0])
+        # or of something else that has revisions
+        log.warning("schema_is_newer", revision=found, known=known_revisions()[0])

@@ -3,7 +3,7 @@
 Revision: 83a5c1f0d94e, after 5d0c7be2a914. What a row of `jobs` must be is looked at by the triggers before a write
 instead of by a check, whose text the server reads again with every statement; what a claim asks for in unusual cases
 alone is in functions, which a statement that does not call them does not prepare. The previous release may still be
-running while this one runs.
+running while this one runs. Stop this release's workers before it is taken back: they call these functions.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
 """What starts, and what does not, on a database whose schema is not that of this release."""
 
+import json
 import os
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ from alembic.script import ScriptDirectory
 from rushes_cli.main import main
 from rushes_core.database import alembic_config
 from rushes_core.errors import SchemaMismatch
+from rushes_core.log import configure_logging
 from rushes_core.schema import check_schema, known_revisions
 from rushes_core.settings import Settings, get_settings
 from sqlalchemy import Engine, text
@@ -72,7 +74,10 @@ def test_nothing_starts_on_a_schema_of_an_earlier_release_or_none(
 def test_a_schema_of_a_later_release_serves_this_one_and_is_left_as_it_is(
     at_revision: str, settings: Settings, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    configure_logging()
     check_schema(settings)
+    told = json.loads(capsys.readouterr().err)
+    assert (told["event"], told["level"], told["revision"]) == ("schema_is_newer", "warning", NEWER)
     assert main(["migrate"]) == 0
     assert f"at revision {NEWER} of a later release, which serves this one too" in capsys.readouterr().out
     with engine.connect() as connection:
