@@ -193,7 +193,7 @@ def admission(
         if resolved.webhook is not None:
             hook = await state["webhooks"].of_job(resolved.webhook, project=caller.project, session=session)
             values |= {"request": values["request"] | {"webhook": hook}, "webhook": NOT_TOLD_YET}
-        new = {"jobs": arrivals.encoded([values])}
+        new = {"jobs": arrivals.together([arrivals.encoded(values)])}
         job = (await session.execute(arrivals.CREATE, new)).scalars().one_or_none()
         if job is None:
             # the first run's commit was still on its way when this one looked for its row

@@ -157,6 +157,10 @@ class Line:
                 raise
         return await work(await self._connected())
 
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and not self._connection.closed
+
     async def _connected(self) -> Connection:
         if self._connection is None:
             self._connection = await psycopg.AsyncConnection.connect(

@@ -18,7 +18,7 @@ JOB_COLUMNS = tuple(column.key for column in class_mapper(Job).column_attrs)
 
 
 def insert_jobs(parameter: str) -> str:
-    """-> QUEUED, of the jobs that `parameter` holds, as `encoded` makes it. One whose id there is already is left out.
+    """-> QUEUED, of the jobs that `parameter` holds, as `together` makes it. One whose id there is already is left out.
 
     Those of a key with `max_running` are held, whatever a process remembers of the key: `holds.open_holds` is to follow
     in the same transaction.
@@ -46,6 +46,11 @@ CREATE = select(Job).from_statement(text(insert_jobs(":jobs")))
 """`insert_jobs` for a session, with the parameter `jobs`."""
 
 
-def encoded(jobs: Iterable[Mapping[str, Any]]) -> str:
-    """Jobs by the columns that a request decides, times with their zone; what is absent is null."""
-    return json.dumps(list(jobs), default=datetime.isoformat)
+def encoded(job: Mapping[str, Any]) -> str:
+    """A job by the columns that a request decides, times with their zone; what is absent is null."""
+    return json.dumps(job, default=datetime.isoformat, ensure_ascii=False)
+
+
+def together(jobs: Iterable[str]) -> str:
+    """Jobs that are `encoded`, as one parameter."""
+    return f"[{','.join(jobs)}]"

@@ -1,18 +1,20 @@
 """Jobs that are inserted together: each is its own request's, whatever becomes of the others."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from rushes_api.intake import Intake
+from rushes_api.intake import LINES, Intake
 from rushes_core import arrivals, keys
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.settings import Settings
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 from support.api import JobDriver
 
@@ -46,8 +48,10 @@ def ignored() -> None:
 def run(settings: Settings, story: Callable[[Intake], Awaitable[None]]) -> None:
     async def tell() -> None:
         intake = Intake(settings)
-        await story(intake)
-        await intake.close()
+        try:
+            await story(intake)
+        finally:
+            await intake.close()
 
     asyncio.run(tell())
 
@@ -172,16 +176,146 @@ def test_a_job_that_is_there_already_is_shown_as_it_is(api_settings: Settings, d
     run(api_settings, story)
 
 
-def test_a_commit_that_is_still_on_its_way_is_waited_for(api_settings: Settings, driver: JobDriver) -> None:
-    job = new_job()
+def insert(session: Session, job: dict[str, Any]) -> None:
+    session.execute(arrivals.CREATE, {"jobs": arrivals.together([arrivals.encoded(job)])})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known(api_settings: Settings, driver: JobDriver) -> None:
+    """The first job of a project makes its share of the GPUs, for which others would wait."""
+    with Session(driver.engine) as session, session.begin():
+        insert(session, new_job())
+
+
+async def waits_for_a_lock(engine: Engine, num: int = 1) -> None:
+    """Until so many sessions of this database wait for what another one has."""
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0"
+    )
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        async with asyncio.timeout(60):
+            while connection.execute(waiting).scalar_one() < num:
+                await asyncio.sleep(0.01)
+
+
+def test_a_commit_that_is_still_on_its_way_is_waited_for_by_nobody_else(
+    api_settings: Settings, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # before the database gives up the lock
+    monkeypatch.setattr("rushes_api.intake.WAIT_SECONDS", 3.5)
+    job, other = new_job(), new_job()
 
     async def story(intake: Intake) -> None:
-        with Session(driver.engine) as other, driver.engine.connect() as observer:
-            other.execute(arrivals.CREATE, {"jobs": arrivals.encoded([job])})
-            again = asyncio.create_task(intake.add(job, shown, ignored))
-            while not observer.execute(text("SELECT 1 FROM pg_locks WHERE NOT granted")).first():
-                await asyncio.sleep(0.01)
-            other.commit()
+        with Session(driver.engine) as earlier:
+            insert(earlier, job)
+            again = asyncio.create_task(intake.add(job, shown, ignored, in_doubt=True))
+            assert await intake.add(other, shown, ignored) == f"{other['id']} None"
+            await waits_for_a_lock(driver.engine)
+            earlier.commit()
             assert await again == f"{job['id']} None"
 
     run(api_settings, story)
+
+
+def test_one_that_waits_for_a_lock_for_too_long_is_nothing_to_the_others(
+    api_settings: Settings, driver: JobDriver
+) -> None:
+    blocked, free = new_job(), new_job()
+
+    async def story(intake: Intake) -> None:
+        with Session(driver.engine) as earlier:
+            insert(earlier, blocked)
+            waiting = asyncio.create_task(intake.add(blocked, shown, ignored))
+            assert await intake.add(free, shown, ignored) == f"{free['id']} None"
+            assert not waiting.done()
+            earlier.rollback()
+            assert await waiting == f"{blocked['id']} None"
+
+    run(api_settings, story)
+
+
+def test_nothing_is_kept_of_requests_that_were_given_up_while_every_line_waits(
+    api_settings: Settings, driver: JobDriver
+) -> None:
+    blocked = [new_job() for _ in range(LINES)]
+
+    async def story(intake: Intake) -> None:
+        with Session(driver.engine) as earlier:
+            for job in blocked:
+                insert(earlier, job)
+            waiting = [asyncio.create_task(intake.add(job, shown, ignored, in_doubt=True)) for job in blocked]
+            await waits_for_a_lock(driver.engine, LINES)
+
+            def show(job: Job) -> str:
+                return job.id
+
+            kept = weakref.ref(show)
+            given_up = asyncio.create_task(intake.add(new_job(), show, ignored))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.wait({given_up})
+            del show, given_up
+            gc.collect()
+            assert kept() is None
+            earlier.rollback()
+            await asyncio.gather(*waiting)
+
+    run(api_settings, story)
+
+
+def test_a_connection_that_never_answers_is_given_up(
+    api_settings: Settings, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rushes_api.intake.WAIT_SECONDS", 1.0)
+    sent: list[str] = []
+
+    async def story(intake: Intake) -> None:
+        for _ in range(LINES):
+            with Session(driver.engine) as earlier:
+                job = new_job()
+                insert(earlier, job)
+                waiting = asyncio.create_task(intake.add(job, shown, lambda: sent.append("never")))
+                await waits_for_a_lock(driver.engine)
+                with pytest.raises(psycopg.OperationalError, match="did not answer within 1 s"):
+                    await waiting
+        job = new_job()
+        assert await intake.add(job, shown, ignored) == f"{job['id']} None"
+
+    run(api_settings, story)
+    assert sent == []
+
+
+def test_what_waits_when_it_is_closed_is_told(api_settings: Settings, driver: JobDriver) -> None:
+    blocked = [new_job() for _ in range(LINES)]
+    late = new_job()
+
+    async def story(intake: Intake) -> None:
+        with Session(driver.engine) as earlier:
+            for job in blocked:
+                insert(earlier, job)
+            adds = [asyncio.create_task(intake.add(job, shown, ignored, in_doubt=True)) for job in blocked]
+            await waits_for_a_lock(driver.engine, LINES)
+            adds.append(asyncio.create_task(intake.add(late, shown, ignored)))
+            await asyncio.sleep(0)
+            await intake.close()
+            for add in adds:
+                with pytest.raises(psycopg.OperationalError, match="stopping"):
+                    await add
+            with pytest.raises(psycopg.OperationalError, match="stopping"):
+                await intake.add(late, shown, ignored)
+
+    run(api_settings, story)
+    assert driver.row(late["id"]) is None
+
+
+def test_large_jobs_are_divided_among_transactions(api_settings: Settings, driver: JobDriver) -> None:
+    jobs = [new_job(prompt="\N{WATER WAVE}" * 65_536) for _ in range(20)]
+
+    async def story(intake: Intake) -> None:
+        assert len(set(await asyncio.gather(*(intake.add(job, shown, ignored) for job in jobs)))) == len(jobs)
+
+    run(api_settings, story)
+    with driver.engine.connect() as connection:
+        found = text("SELECT count(*), count(DISTINCT xmin::text) FROM jobs WHERE id = ANY(:ids)")
+        assert connection.execute(found, {"ids": [job["id"] for job in jobs]}).one() == (20, 2)

@@ -110,7 +110,7 @@ async def _taken_in(resolved: ResolvedRequest, call: Call, *, request: Request, 
         return view.video(job, num_ahead=num_ahead).model_dump_json()
 
     async def attempt(commit: Commit) -> Response:
-        return json_response(await state["intake"].add(new, shown, commit.note_sent))
+        return json_response(await state["intake"].add(new, shown, commit.note_sent, in_doubt=commit.was_sent))
 
     return await settled(call, attempt, request=request)
 
