@@ -202,17 +202,25 @@ def _run(module: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _api(arguments: argparse.Namespace) -> int:
+def _settings_of_service() -> "Settings":
+    """For what runs until it is stopped: logging is on, and the database's schema serves this release."""
     settings = load_settings()
 
-    from rushes_api.app import create_app
-    from rushes_api.server import serve
     from rushes_core.log import configure_logging
     from rushes_core.schema import check_schema
-    from rushes_core.served_model import ServedModel
 
     configure_logging(settings.log_level, json=settings.log_json)
     check_schema(settings)
+    return settings
+
+
+def _api(arguments: argparse.Namespace) -> int:
+    settings = _settings_of_service()
+
+    from rushes_api.app import create_app
+    from rushes_api.server import serve
+    from rushes_core.served_model import ServedModel
+
     # what is wrong with it is one line here and a traceback in the server's start
     ServedModel.load(settings)
     try:
@@ -251,27 +259,19 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 
 def _dispatcher(arguments: argparse.Namespace) -> int:
-    settings = load_settings()
+    settings = _settings_of_service()
 
     from rushes_core import dispatcher
-    from rushes_core.log import configure_logging
-    from rushes_core.schema import check_schema
 
-    configure_logging(settings.log_level, json=settings.log_json)
-    check_schema(settings)
     return dispatcher.run(settings)
 
 
 def _deliver(arguments: argparse.Namespace) -> int:
-    settings = load_settings()
+    settings = _settings_of_service()
 
-    from rushes_core.log import configure_logging
-    from rushes_core.schema import check_schema
     from rushes_core.webhooks.signing import WebhooksNotConfigured
     from rushes_worker.webhooks import process
 
-    configure_logging(settings.log_level, json=settings.log_json)
-    check_schema(settings)
     try:
         return process.run(settings)
     except WebhooksNotConfigured as error:
@@ -279,14 +279,10 @@ def _deliver(arguments: argparse.Namespace) -> int:
 
 
 def _loader(arguments: argparse.Namespace) -> int:
-    settings = load_settings()
+    settings = _settings_of_service()
 
-    from rushes_core.log import configure_logging
-    from rushes_core.schema import check_schema
     from rushes_worker.campaigns import process
 
-    configure_logging(settings.log_level, json=settings.log_json)
-    check_schema(settings)
     return process.run(settings)
 
 
