@@ -7,6 +7,7 @@ from typing import Literal
 from rushes_core.listed import Listed
 from rushes_core.models import JobAttempt
 from rushes_core.moment import unix_or_none
+from rushes_core.replicas import name_of
 from rushes_core.states import JobState
 from rushes_core.video import VideoError, error_of
 
@@ -64,7 +65,7 @@ def attempt_of(row: JobAttempt, number: int) -> VideoAttempt:
 
 
 def _worker(owner: str) -> str:
-    name = owner.partition("#")[0]
+    name = name_of(owner)
     return f"worker_{sha256(name.encode()).hexdigest()[:12]}"
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.sql.elements import KeyedColumnElement
 from sqlalchemy.sql.selectable import TextualSelect, TypedReturnsRows
 
 from rushes_core.models import Job
+from rushes_core.replicas import name_of
 
 CRASHED_ON_WAIT = timedelta(seconds=30)
 """How long a job that crashed a replica waits for another one before that one may take it again."""
@@ -139,7 +140,7 @@ class ClaimedJob:
 
 def more_urgent(*, model: str, owner: str, than: int | BindParameter[int]) -> TextualSelect:
     """One row, if a job of a more urgent class than `than` could be claimed now."""
-    values = {"model": model, "name": owner.partition("#")[0], "crashed_on_wait": CRASHED_ON_WAIT.total_seconds()}
+    values = {"model": model, "name": name_of(owner), "crashed_on_wait": CRASHED_ON_WAIT.total_seconds()}
     found = _MORE_URGENT.bindparams(**values)
     found = found.bindparams(than) if isinstance(than, BindParameter) else found.bindparams(than=than)
     return found.columns(waits=Integer)
@@ -213,7 +214,7 @@ def _values(model: str, owner: str, lease_seconds: float) -> dict[str, Any]:
     return {
         "model": model,
         "owner": owner,
-        "name": owner.partition("#")[0],
+        "name": name_of(owner),
         "lease_seconds": lease_seconds,
         "crashed_on_wait": CRASHED_ON_WAIT.total_seconds(),
     }

@@ -31,20 +31,21 @@ def upsert_replica(replica_id: str, *, drain: bool = False, **values: Any) -> Re
 
 def lock_name(replica_id: str) -> Select[Any]:
     """Until the transaction ends nobody else takes the name in `replica_id`."""
-    return select(func.pg_advisory_xact_lock(_NAME_LOCK, func.hashtext(_name_of(replica_id))))
+    return select(func.pg_advisory_xact_lock(_NAME_LOCK, func.hashtext(name_of(replica_id))))
 
 
 def namesakes(replica_id: str, *, seen_within_seconds: float) -> Select[Replica]:
     """Other replicas with the name of `replica_id` that were heard of within the last `seen_within_seconds`, and have
     not stopped, nor are about to."""
     return up(seen_within_seconds=seen_within_seconds).where(
-        func.split_part(Replica.id, "#", 1) == _name_of(replica_id),
+        func.split_part(Replica.id, "#", 1) == name_of(replica_id),
         Replica.id != replica_id,
         Replica.state != "stopping",
     )
 
 
-def _name_of(replica_id: str) -> str:
+def name_of(replica_id: str) -> str:
+    """The part of a replica's id that outlives its restarts."""
     return replica_id.partition("#")[0]
 
 

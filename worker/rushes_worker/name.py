@@ -101,7 +101,7 @@ def _runs(detail: dict[str, Any]) -> bool | None:
 
 
 def _complaint(holder: Replica) -> str:
-    replica = holder.id.partition("#")[0]
+    replica = replicas.name_of(holder.id)
     name = replica.rpartition("-r")[0]
     host, pid = holder.detail.get("host", "an unknown host"), holder.detail.get("pid", "unknown")
     return (

@@ -174,7 +174,7 @@ def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | N
     return Worker(
         id=replica.id.replace("#", "~"),
         object="worker",
-        name=replica.id.partition("#")[0],
+        name=replicas.name_of(replica.id),
         status=_status(replica) if replica.last_seen > overdue_at else "silent",
         model=replica.model,
         version=detail.get("version"),
