@@ -1,17 +1,17 @@
 """New jobs that need nothing else of their transaction: those of one moment are inserted together."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import psycopg
 from psycopg.errors import FeatureNotSupported
 from rushes_core import arrivals
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 
-from rushes_api.lookup import Connection, Line, Row, job_of
+from rushes_api.lines import Connection, Gathering, Line, Row
+from rushes_api.lookup import job_of
 
 LINES = 2
 """Transactions at once: while one is committed the next gathers."""
@@ -20,13 +20,10 @@ MAX_CHARACTERS = 1_000_000
 """Of jobs that are inserted together, as JSON; one alone may have more."""
 WAIT_SECONDS = 12.0
 """How long a transaction may take: longer than the database itself lets a statement run."""
-_CLOSE_SECONDS = 1.0
 
 _INSERT = arrivals.insert_jobs("%s").encode()
 _FIND = f"SELECT {', '.join(arrivals.JOB_COLUMNS)} FROM jobs WHERE id = ANY(%s)".encode()
 _ID, _KEY, _HOLD = (arrivals.JOB_COLUMNS.index(name) for name in ("id", "api_key", "hold"))
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -47,16 +44,12 @@ class _Newcomer:
             self.answer.set_exception(error)
 
 
-class Intake:
-    """Inserts jobs for every request of this process. While every line is taken, jobs gather for the next."""
+class Intake(Gathering[Sequence[_Newcomer]]):
+    """Inserts jobs for every request of this process."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._lines = {Line(settings) for _ in range(LINES)}
-        self._free = list(self._lines)
+        super().__init__(settings, lines=LINES, wait_seconds=WAIT_SECONDS)
         self._waiting: dict[_Newcomer, None] = {}
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self._is_closed = False
 
     async def add(
         self,
@@ -85,28 +78,10 @@ class Intake:
         finally:
             self._waiting.pop(newcomer, None)
 
-    async def close(self) -> None:
-        self._is_closed = True
-        under_way = set(self._under_way)
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            await asyncio.wait(under_way, timeout=_CLOSE_SECONDS)
-        self._start()
-        for line in list(self._lines):
-            await line.close()
-
     def _queue(self, newcomer: _Newcomer) -> None:
         if not newcomer.answer.done():
             self._waiting[newcomer] = None
-            # what else comes in this turn of the loop goes along
-            asyncio.get_running_loop().call_soon(self._start)
-
-    def _start(self) -> None:
-        if self._is_closed:
-            _fail(list(self._waiting), psycopg.OperationalError("the API is stopping"))
-        elif self._waiting and self._free:
-            self._spawn(self._take_in(self._free.pop(), self._next()))
+            self._call()
 
     def _next(self) -> list[_Newcomer]:
         together: list[_Newcomer] = []
@@ -123,42 +98,9 @@ class Intake:
             del self._waiting[newcomer]
         return together
 
-    def _spawn(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
-        task = asyncio.create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
-
-    async def _take_in(self, line: Line, together: Sequence[_Newcomer]) -> None:
+    async def _work(self, line: Line, together: Sequence[_Newcomer]) -> None:
         try:
-            insertion = self._spawn(_insert(line, together))
-            done, _ = await asyncio.wait({insertion}, timeout=WAIT_SECONDS)
-            if done:
-                await self._settle(line, together, insertion)
-            else:
-                self._spawn(self._abandon(insertion, line))
-                line = Line(self._settings)
-                self._lines.add(line)
-                _fail(together, psycopg.OperationalError(f"the database did not answer within {WAIT_SECONDS:g} s"))
-        except asyncio.CancelledError:
-            _fail(together, psycopg.OperationalError("the API is stopping"))
-            raise
-        finally:
-            self._free.append(line)
-            self._start()
-
-    async def _abandon(self, insertion: "asyncio.Task[Any]", line: Line) -> None:
-        """Give up a transaction that does not go on, which the driver takes its time for."""
-        insertion.cancel()
-        await asyncio.wait({insertion})
-        await line.close()
-        self._lines.discard(line)
-
-    async def _settle(
-        self, line: Line, together: Sequence[_Newcomer], insertion: "asyncio.Task[dict[_Newcomer, str] | None]"
-    ) -> None:
-        try:
-            answers = insertion.result()
+            answers = await _insert(line, together)
         except Exception as error:
             is_lost = not line.is_open
             await line.close()
@@ -166,8 +108,7 @@ class Intake:
             # a migration has changed what a prepared statement returns: once more on a new connection
             is_stale = isinstance(error, FeatureNotSupported) and not together[0].is_alone
             if is_lost or (is_one and not is_stale):
-                _fail(together, error)
-                return
+                raise
             # what one of them is refused for, or waits for, is nothing to the others
             for newcomer in together:
                 newcomer.is_alone = True
@@ -182,6 +123,10 @@ class Intake:
         for newcomer, answer in answers.items():
             if not newcomer.answer.done():
                 newcomer.answer.set_result(answer)
+
+    def _fail(self, together: Sequence[_Newcomer], error: Exception) -> None:
+        for newcomer in together:
+            newcomer.fail(error)
 
 
 async def _insert(line: Line, together: Sequence[_Newcomer]) -> dict[_Newcomer, str] | None:
@@ -222,8 +167,3 @@ def _shown(newcomer: _Newcomer, row: Row) -> str:
     except Exception as error:
         newcomer.fail(error)
         return ""
-
-
-def _fail(newcomers: Sequence[_Newcomer], error: Exception) -> None:
-    for newcomer in newcomers:
-        newcomer.fail(error)

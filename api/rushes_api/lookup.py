@@ -4,16 +4,14 @@ Nothing here opens a transaction, or holds a connection that another request wou
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import psycopg
-from psycopg.rows import tuple_row
 from rushes_core import backlog
 from rushes_core.arrivals import JOB_COLUMNS
-from rushes_core.database import connect_arguments
 from rushes_core.holds import CAMPAIGN
 from rushes_core.log import get_logger
 from rushes_core.models import Job
@@ -24,16 +22,16 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect as PsycopgDialect
 from sqlalchemy.orm import class_mapper
 
 from rushes_api.errors import Unavailable, database_unavailable
+from rushes_api.lines import Gathering, Line, Row
 
 log = get_logger(__name__)
 
 WAIT_SECONDS = 1.5
 """How long a question may go unanswered."""
 
-Row = tuple[Any, ...]
-Connection = psycopg.AsyncConnection[Row]
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
+_Asked = dict[_Question, list[asyncio.Future[_Answer | None]]]
 
 
 class Lookup:
@@ -130,63 +128,8 @@ class Lookup:
         await self._places.close()
 
 
-class Line:
-    """A connection that is made when it is needed, and again when it was lost."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._arguments = connect_arguments(settings)
-        self._connection: Connection | None = None
-
-    async def fetch(self, query: str, values: Sequence[Sequence[object] | Mapping[str, object]]) -> list[list[Row]]:
-        """The rows of `query` for each of `values`. A connection that turns out to be dead is replaced once."""
-        return await self._run(lambda connection: _fetch(connection, query.encode(), values))
-
-    async def begin(self) -> Connection:
-        """The connection, in a transaction. One that turns out to be dead is replaced once."""
-        cursor = await self._run(lambda connection: connection.execute(b"BEGIN", prepare=False))
-        return cursor.connection
-
-    async def _run(self, work: Callable[[Connection], Awaitable[_Answer]]) -> _Answer:
-        is_old = self._connection is not None
-        try:
-            return await work(await self._connected())
-        except (psycopg.OperationalError, psycopg.errors.FeatureNotSupported):
-            # the latter: a migration has changed what a prepared statement returns
-            await self.close()
-            if not is_old:
-                raise
-        return await work(await self._connected())
-
-    @property
-    def is_open(self) -> bool:
-        return self._connection is not None and not self._connection.closed
-
-    async def _connected(self) -> Connection:
-        if self._connection is None:
-            self._connection = await psycopg.AsyncConnection.connect(
-                **self._arguments, autocommit=True, row_factory=tuple_row
-            )
-        return self._connection
-
-    async def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-
-async def _fetch(
-    connection: Connection, query: bytes, values: Sequence[Sequence[object] | Mapping[str, object]]
-) -> list[list[Row]]:
-    if len(values) == 1:
-        cursor = await connection.execute(query, values[0], prepare=True, binary=True)
-        return [await cursor.fetchall()]
-    async with connection.pipeline():
-        cursors = [await connection.execute(query, each, prepare=True, binary=True) for each in values]
-        return [await cursor.fetchall() for cursor in cursors]
-
-
-class Batches(Generic[_Question, _Answer]):
-    """Asks what several requests want to know together. While every line is taken, questions gather for the next."""
+class Batches(Gathering[_Asked[_Question, _Answer]], Generic[_Question, _Answer]):
+    """Asks what several requests want to know together, each question once."""
 
     def __init__(
         self,
@@ -195,21 +138,15 @@ class Batches(Generic[_Question, _Answer]):
         *,
         lines: int,
     ) -> None:
+        super().__init__(settings, lines=lines, wait_seconds=WAIT_SECONDS)
         self._find = find
-        self._lines = [Line(settings) for _ in range(lines)]
-        self._free = list(self._lines)
-        self._asked: dict[_Question, list[asyncio.Future[_Answer | None]]] = {}
-        self._is_due = False
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._asked: _Asked[_Question, _Answer] = {}
 
     async def ask(self, question: _Question) -> _Answer | None:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer | None] = loop.create_future()
         self._asked.setdefault(question, []).append(answer)
-        if not self._is_due and self._free:
-            self._is_due = True
-            # what else is asked in this turn of the loop goes along
-            loop.call_soon(self._start)
+        self._call()
         timer = loop.call_later(WAIT_SECONDS, _give_up, answer)
         try:
             return await answer
@@ -225,35 +162,22 @@ class Batches(Generic[_Question, _Answer]):
             if not answers:
                 del self._asked[question]
 
-    def _start(self) -> None:
-        self._is_due = False
-        if self._asked and self._free:
-            asked, self._asked = self._asked, {}
-            task = asyncio.create_task(self._answer(self._free.pop(), asked))
-            self._under_way.add(task)
-            task.add_done_callback(self._under_way.discard)
+    def _next(self) -> _Asked[_Question, _Answer]:
+        asked, self._asked = self._asked, {}
+        return asked
 
-    async def _answer(self, line: Line, asked: dict[_Question, list["asyncio.Future[_Answer | None]"]]) -> None:
-        waiting = [(question, answer) for question, answers in asked.items() for answer in answers]
-        try:
-            found = await self._find(line, list(asked))
-        except Exception as error:
-            for _, answer in waiting:
-                if not answer.done():
-                    answer.set_exception(error)
-        else:
-            for question, answer in waiting:
+    async def _work(self, line: Line, together: _Asked[_Question, _Answer]) -> None:
+        found = await self._find(line, list(together))
+        for question, answers in together.items():
+            for answer in answers:
                 if not answer.done():
                     answer.set_result(found.get(question))
-        finally:
-            self._free.append(line)
-            self._start()
 
-    async def close(self) -> None:
-        for task in self._under_way:
-            task.cancel()
-        for line in self._lines:
-            await line.close()
+    def _fail(self, together: _Asked[_Question, _Answer], error: Exception) -> None:
+        for answers in together.values():
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(error)
 
 
 def _give_up(answer: "asyncio.Future[Any]") -> None:

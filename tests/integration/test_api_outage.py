@@ -150,6 +150,24 @@ def test_a_frozen_postgres_does_not_hold_clients(api_settings: Settings, monkeyp
             assert client.get("/v1/videos").status_code == 200
 
 
+def test_a_connection_that_never_answers_again_is_given_up(api_settings: Settings) -> None:
+    url = make_url(api_settings.database_url)
+    with FreezableProxy(url.host or "", url.port or 0) as proxy:
+        relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        with started(api_settings.model_copy(update={"database_url": relayed})) as client:
+            warm_up(client)
+            path = f"/v1/videos/{client.post('/v1/videos', json={'prompt': 'a dog'}).json()['id']}"
+
+            def is_shown() -> bool:
+                answer = client.get(path)
+                return answer.status_code == 200 and answer.json()["queue"]["position"] is not None
+
+            # as often as there are connections to be lost for one kind of question
+            for _ in range(2):
+                proxy.strand()
+                wait_until(is_shown)
+
+
 def test_a_connection_that_was_cut_is_replaced_unseen(api_settings: Settings) -> None:
     url = libpq_url(settings_env(api_settings))
     with started(api_settings) as client, psycopg.connect(url, autocommit=True) as other:

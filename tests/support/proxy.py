@@ -14,6 +14,7 @@ class FreezableProxy:
         self._target = (host, port)
         self._flowing = threading.Event()
         self._flowing.set()
+        self._stranded: list[threading.Event] = []
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -25,6 +26,13 @@ class FreezableProxy:
     def thaw(self) -> None:
         self._flowing.set()
 
+    def strand(self) -> None:
+        """Freeze the connections of now for good; new ones flow."""
+        self._flowing.clear()
+        self._stranded.append(self._flowing)
+        self._flowing = threading.Event()
+        self._flowing.set()
+
     def __enter__(self) -> Self:
         self._spawn(self._accept)
         return self
@@ -32,7 +40,8 @@ class FreezableProxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.thaw()
+        for flowing in (self._flowing, *self._stranded):
+            flowing.set()
         for open_socket in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
@@ -40,7 +49,7 @@ class FreezableProxy:
         for thread in self._threads:
             thread.join()
 
-    def _spawn(self, run: object, *args: socket.socket) -> None:
+    def _spawn(self, run: object, *args: object) -> None:
         assert callable(run)
         thread = threading.Thread(target=run, args=args, daemon=True)
         self._threads.append(thread)
@@ -52,12 +61,14 @@ class FreezableProxy:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(self._target)
                 self._sockets += [client, server]
-                self._spawn(self._relay, client, server)
-                self._spawn(self._relay, server, client)
+                flowing = self._flowing
+                self._spawn(_relay, client, server, flowing)
+                self._spawn(_relay, server, client, flowing)
 
-    def _relay(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                self._flowing.wait()
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+
+def _relay(source: socket.socket, target: socket.socket, flowing: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65_536):
+            flowing.wait()
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)

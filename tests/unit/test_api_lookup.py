@@ -9,7 +9,8 @@ import psycopg
 import pytest
 from rushes_api import lookup
 from rushes_api.errors import Unavailable
-from rushes_api.lookup import Batches, Line
+from rushes_api.lines import Line
+from rushes_api.lookup import Batches
 from support.api import offline_settings
 
 
@@ -65,19 +66,48 @@ def test_what_is_asked_meanwhile_goes_together_afterwards() -> None:
     run(story)
 
 
-def test_one_that_is_not_answered_in_time_is_given_up_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_never_answers_is_given_up_with_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "WAIT_SECONDS", 0.05)
 
     async def story(database: Database, batches: Batches[str, str]) -> None:
-        frozen, waiting = started(batches.ask("a")), started(batches.ask("b"))
-        await asyncio.sleep(0.01)
-        behind = started(batches.ask("c"))
-        for one in (frozen, waiting, behind):
+        asked = [started(batches.ask(word)) for word in ("a", "b")]
+        for one in asked:
             with pytest.raises(Unavailable):
                 await one
+        # the event that the first batch waits for is never set
+        database.may_answer = asyncio.Event()
         database.may_answer.set()
-        assert await batches.ask("d") == "D"
-        assert database.batches == [["a", "b"], ["d"]]
+        assert await batches.ask("c") == "C"
+        assert database.batches == [["a", "b"], ["c"]]
+
+    run(story)
+
+
+def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
+    async def story(database: Database, batches: Batches[str, str]) -> None:
+        first = started(batches.ask("a"))
+        await asyncio.sleep(0.01)
+        gone, stays = started(batches.ask("b")), started(batches.ask("c"))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.wait({gone})
+        database.may_answer.set()
+        assert [await first, await stays] == ["A", "C"]
+        assert database.batches == [["a"], ["c"]]
+
+    run(story)
+
+
+def test_those_who_wait_when_it_is_closed_are_told() -> None:
+    async def story(database: Database, batches: Batches[str, str]) -> None:
+        asked = [started(batches.ask("a"))]
+        await asyncio.sleep(0.01)
+        asked.append(started(batches.ask("b")))
+        await asyncio.sleep(0)
+        await batches.close()
+        for one in (*asked, started(batches.ask("c"))):
+            with pytest.raises(psycopg.OperationalError, match="stopping"):
+                await one
 
     run(story)
 
