@@ -1,90 +1,184 @@
-"""One replica from its start through queued jobs: what each stage of the start takes, and how long its device waits
-between two of them.
+"""Replicas from their start through queued jobs: what each stage of the start takes, how long a device waits between
+two jobs, how many a worker renders, whether its memory grows, and what a killed rank costs.
 
-    python loadtest/replica.py --checkpoint DIR --weights synthetic --size 1344x768 --frames 124 --jobs 3
+    python loadtest/replica.py --checkpoint DIR --weights synthetic --sizes 1344x768 --frames 124 --jobs 3
+    python loadtest/replica.py --checkpoint DIR --sizes 480x480 640x480 --frames 107 124 --warm-up 1 --jobs 50
+    python loadtest/replica.py --checkpoint DIR --layout r2s1 --jobs 0 --kill-stages load encode step-3 decode mux
 
 Starts `rushes worker` as an operator does, with jobs in the queue, and reads its log. Without `RUSHES_*` servers it has
 embedded ones. Ends with status 1 when a job is not rendered.
 """
 
 import argparse
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bench
-from rushes_core.arrivals import CREATE
-from rushes_core.contract import load_contract
+from replica_kills import STAGES, Kills
 from rushes_core.database import create_sync_engine
-from rushes_core.ids import new_video_id
-from rushes_core.served_model import model_name
-from rushes_core.settings import Settings
-from rushes_worker.child import settings_environment
-from sqlalchemy import Engine
-from sqlalchemy.orm import Session
+from rushes_core.models import Replica
+from rushes_worker.layout import Layout
+from worker_run import Record, Shape, WorkerRun, all_shapes, gpu_used_bytes, mixed
 
-WORDS = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
-STOP_SECONDS = 30.0
+POLL_SECONDS = 0.1
+"""How often an idle replica looks for a job: no dispatcher runs here whose hint would wake it."""
 
 
-def queue(engine: Engine, settings: Settings, arguments: argparse.Namespace) -> None:
-    """Accept the jobs, all before the worker starts."""
-    width, height = map(int, arguments.size.split("x"))
-    prompt = (WORDS * (arguments.tokens // len(WORDS) + 1))[: arguments.tokens]
-    columns = {
-        "project": "default",
-        "model": model_name(settings, load_contract(settings.checkpoint)),
-        "priority": 1,
-        "prompt": prompt,
-        "width": width,
-        "height": height,
-        "num_frames": arguments.frames,
-        "request": {},
-        "max_attempts": 1,
-    }
-    new = [{"id": new_video_id(), "seed": seed, **columns} for seed in range(arguments.jobs)]
-    with Session(engine) as session, session.begin():
-        session.execute(CREATE, {"jobs": json.dumps(new)})
+class Phase:
+    """Jobs that are queued together, and what the worker said of them."""
+
+    def __init__(self, run: WorkerRun, shapes: Sequence[Shape]) -> None:
+        self._run = run
+        self._shapes = shapes
+        self._since = len(run.records)
+        self._ids = run.queue(shapes)
+
+    def follow(self, *, began: float, seconds: float) -> int:
+        """Report each job when it was rendered, and all when they have ended; how many did not complete."""
+        reported: set[str] = set()
+
+        def is_over() -> bool:
+            for record in self._all("job_rendered"):
+                if record["job_id"] not in reported:
+                    reported.add(record["job_id"])
+                    self._report_job(record, began)
+            return self._num_ended() == len(self._ids)
+
+        self._run.until(is_over, f"{len(self._ids)} jobs end", seconds=seconds)
+        return len(self._ids) - len(self._all("job_completed"))
+
+    def summary(self) -> dict[str, Any]:
+        """Throughput from the first start to the last completion; every clip counts alike, or by its pixels.
+
+        The first and last memory are those of the first and last clip of each replica's first rank.
+        """
+        started, completed = self._all("job_started"), self._all("job_completed")
+        if not completed:
+            return {"completed": 0}
+        done = {record["job_id"] for record in completed}
+        pixels = sum(shape.pixels for job_id, shape in self._by_id().items() if job_id in done)
+        wall = max(record["at"] for record in completed) - min(record["at"] for record in started)
+        idle = self._idle_seconds()
+        memory = self._all("render_memory")
+        return {
+            "completed": len(completed),
+            "wall_seconds": wall,
+            "jobs_per_second": len(completed) / wall,
+            "megapixels_per_second": pixels / 1e6 / wall,
+            "jobs_of_replica": self._jobs_of_replica(completed),
+            "idle_before_seconds_p50": bench.percentile(idle, 50) if idle else None,
+            "idle_before_seconds_max": max(idle, default=None),
+            "told_ahead": sum(record["told_ahead"] for record in self._all("job_rendered")),
+            "allocations": sum(record["allocations"] for record in memory),
+            "segments": sum(record["segments"] for record in memory),
+            "reserved_bytes_first": memory[0]["reserved_bytes"] if memory else None,
+            "reserved_bytes_last": memory[-1]["reserved_bytes"] if memory else None,
+            "graph_bytes_first": memory[0]["graph_bytes"] if memory else None,
+            "graph_bytes_last": memory[-1]["graph_bytes"] if memory else None,
+        }
+
+    def _all(self, event: str) -> list[Record]:
+        ids = set(self._ids)
+        return [one for one in self._run.records[self._since :] if one["event"] == event and one.get("job_id") in ids]
+
+    def _num_ended(self) -> int:
+        if len(self._all("job_completed")) == len(self._ids):
+            return len(self._ids)
+        refused = len(self._all("job_failed"))
+        # what else ends a job is rare, and not worth a question every few milliseconds
+        return len(self._ids) - (self._run.num_open(self._ids) if refused else len(self._ids))
+
+    def _by_id(self) -> dict[str, Shape]:
+        return dict(zip(self._ids, self._shapes, strict=True))
+
+    def _report_job(self, record: Record, began: float) -> None:
+        bench.report(
+            "job",
+            at_seconds=record["at"] - began,
+            shape=str(self._by_id()[record["job_id"]]),
+            replica=_short_name(record["replica"]),
+            idle_before_seconds=record["idle_before_seconds"],
+            ahead=record["told_ahead"],
+        )
+
+    def _idle_seconds(self) -> list[float]:
+        """Before each job but the first of each replica, which nothing was queued before."""
+        seen: set[str] = set()
+        found = []
+        for record in self._all("job_rendered"):
+            if record["replica"] in seen and record["idle_before_seconds"] is not None:
+                found.append(record["idle_before_seconds"])
+            seen.add(record["replica"])
+        return found
+
+    def _jobs_of_replica(self, completed: Sequence[Record]) -> dict[str, int]:
+        names = [_short_name(record["replica"]) for record in completed]
+        return {name: names.count(name) for name in sorted(set(names))}
 
 
-def records(worker: "subprocess.Popen[bytes]", log: Path, *, seconds: float) -> Iterator[dict[str, Any]]:
-    """The worker's log records as they come, each with `at`, seconds since this was called."""
-    began = time.monotonic()
-    with log.open("rb") as file:
-        while time.monotonic() < began + seconds:
-            line = file.readline()
-            if line.startswith(b"{") and line.endswith(b"\n"):
-                yield {**json.loads(line), "at": time.monotonic() - began}
-            elif not line:
-                if worker.poll() is not None:
-                    return
-                time.sleep(0.005)
+def _short_name(replica_id: str) -> str:
+    """`r0` of `host-r0#12-ab`."""
+    return replica_id.partition("#")[0].rpartition("-")[2]
 
 
-def follow(worker: "subprocess.Popen[bytes]", log: Path, arguments: argparse.Namespace) -> int:
-    """Report the start and every job; how many were rendered."""
-    rendered, accepted = 0, False
-    for record in records(worker, log, seconds=arguments.limit):
-        event = record["event"]
-        if event == "replica_ready":
-            bench.report("start", ready_seconds=record["at"], devices=record["devices"], stages=record["seconds"])
-        elif event == "job_started" and not accepted:
-            accepted = True
-            bench.report("first job accepted", seconds=record["at"])
-        elif event == "job_rendered":
-            rendered += 1
-            idle = record["idle_before_seconds"]
-            bench.report("job", at_seconds=record["at"], idle_before_seconds=idle, ahead=record["told_ahead"])
-            if rendered == arguments.jobs:
-                break
-    return rendered
+def report_memory(run: WorkerRun, replicas: Sequence[Replica], after: str) -> dict[str, int]:
+    """Bytes in use when nothing is rendered: resident on the host by role, on the devices as ranks saw them last."""
+    resident = run.resident_bytes()
+    devices = [device["memory_used_bytes"] for one in replicas for device in one.detail["devices"]]
+    bench.report("memory", after=after, resident_bytes=resident, device_bytes=devices, gpu_bytes=gpu_used_bytes())
+    return resident | {f"device_{index}": used for index, used in enumerate(devices)}
+
+
+def report_start(run: WorkerRun, *, began: float, replicas: int, seconds: float) -> None:
+    """When each replica was ready, and by which stages; and when the first job was accepted."""
+    run.until(
+        lambda: sum(record["event"] == "replica_ready" for record in run.records) >= replicas,
+        f"{replicas} replicas are ready",
+        seconds=seconds,
+    )
+    for record in run.records:
+        if record["event"] == "replica_ready":
+            bench.report(
+                "start",
+                replica=_short_name(record["replica"]),
+                ready_seconds=record["at"] - began,
+                devices=record["devices"],
+                stages=record["seconds"],
+            )
+    first = run.until_found("job_started", seconds=seconds)
+    bench.report("first job accepted", seconds=first["at"] - began)
+
+
+def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
+    """How many jobs did not complete."""
+    layout = Layout.parse(arguments.layout)
+    shapes = all_shapes(arguments.sizes, arguments.frames, arguments.tokens)
+    # next to each other, so that replicas side by side have one of each
+    warm = [shape for shape in shapes for _ in range(layout.replicas * arguments.warm_up)]
+    wanted = mixed(shapes, arguments.jobs, seed=arguments.seed)
+    first = Phase(run, warm or wanted or shapes[:1])
+    began = run.start()
+    report_start(run, began=began, replicas=layout.replicas, seconds=arguments.limit)
+    missing = first.follow(began=began, seconds=arguments.limit)
+    replicas = run.until_idle(layout.replicas, seconds=arguments.limit)
+    before = report_memory(run, replicas, "the first jobs")
+    jobs = first
+    if warm and wanted:
+        jobs = Phase(run, wanted)
+        missing += jobs.follow(began=began, seconds=arguments.limit)
+        after = report_memory(run, run.until_idle(layout.replicas, seconds=arguments.limit), "all jobs")
+        bench.report("growth", bytes={name: after[name] - before.get(name, 0) for name in after})
+    bench.report("jobs", layout=arguments.layout, missing=missing, **jobs.summary(), load_average=os.getloadavg()[0])
+    if arguments.kill_stages:
+        kills = Kills(run, layout, shapes[0], seconds=arguments.limit)
+        for turn in range(arguments.rounds):
+            for stage in arguments.kill_stages:
+                bench.report("kill", round=turn, **kills.kill_at(stage))
+    return missing
 
 
 def main() -> int:
@@ -93,41 +187,41 @@ def main() -> int:
     parser.add_argument("--weights", help="as `rushes worker` takes it")
     parser.add_argument("--layout", default="r1s1")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--size", default="832x480")
-    parser.add_argument("--frames", type=int, default=107)
-    parser.add_argument("--tokens", type=int, default=200, help="characters of the prompt")
-    parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that all may take")
+    parser.add_argument("--sizes", nargs="+", default=["832x480"], metavar="WxH")
+    parser.add_argument("--frames", type=int, nargs="+", default=[107])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[200], help="characters of the prompt")
+    parser.add_argument("--jobs", type=int, default=3, help="each shape as often as the others, in random order")
+    parser.add_argument("--seed", type=int, default=0, help="of that order")
+    parser.add_argument(
+        "--warm-up", type=int, default=0, help="jobs of each shape for each replica before those that count"
+    )
+    parser.add_argument(
+        "--kill-stages", nargs="+", default=[], choices=STAGES, help="after the jobs, of the first shape"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of kills at each stage")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that each part may take")
     parser.add_argument("--log", type=Path, help="keep the worker's log")
     arguments = parser.parse_args()
     with bench.servers() as found, tempfile.TemporaryDirectory(prefix="rushes-replica-") as folder:
         settings = found.model_copy(
-            update={"checkpoint": arguments.checkpoint, "scratch": Path(folder) / "scratch", "log_json": True}
+            update={
+                "checkpoint": arguments.checkpoint,
+                "scratch": Path(folder) / "scratch",
+                "log_json": True,
+                "poll_seconds": POLL_SECONDS,
+                # the crashes here are made, and no reason to take a replica for sick
+                "drain_after_crashes": 1_000,
+            }
         )
-        engine = create_sync_engine(settings, pool_size=1)
-        bench.clear(engine)
-        queue(engine, settings, arguments)
+        bench.clear(create_sync_engine(settings, pool_size=1))
         log = arguments.log or Path(folder) / "worker.log"
-        command = [sys.executable, "-P", "-m", "rushes_cli.main", "worker", "--layout", arguments.layout]
-        command += ["--device", arguments.device]
-        if arguments.weights:
-            command += ["--weights", arguments.weights]
-        with log.open("wb") as output:
-            worker = subprocess.Popen(
-                command, env=settings_environment(settings), stdout=output, stderr=subprocess.STDOUT
-            )
-        try:
-            rendered = follow(worker, log, arguments)
-        finally:
-            worker.send_signal(signal.SIGTERM)
-            try:
-                worker.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-        if rendered < arguments.jobs:
+        with WorkerRun(
+            settings, layout=arguments.layout, device=arguments.device, weights=arguments.weights, log=log
+        ) as run:
+            missing = measure(run, arguments)
+        if missing:
             print(log.read_text()[-4_000:], file=sys.stderr)
-        bench.report("end", rendered=rendered, load_average=os.getloadavg()[0])
-    return 0 if rendered == arguments.jobs else 1
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
