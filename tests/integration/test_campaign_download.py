@@ -40,9 +40,9 @@ def serving(store: Store) -> Iterator[str]:
                 return self._answer(302, b"", {"Location": f"http://{self.headers['Host']}/signed"})
             if step == "away":
                 return self._answer(503, b"{}", {"Retry-After": "0"})
-            if step == "gone":
+            if refused := {"gone": 410, "unknown": 404, "refused": 401}.get(step):
                 body = b'{"error": {"message": "the clip was removed", "code": "video_expired"}}'
-                return self._answer(410, body, {})
+                return self._answer(refused, body, {})
             wanted = self.headers.get("Range")
             is_same = self.path == "/signed" or self.headers.get("If-Range") == etag
             if wanted is not None and is_same and step != "ignores ranges":
@@ -149,11 +149,25 @@ class TestDownload:
             fetcher.fetch(clip())
         assert not (tmp_path / "shot.mp4").exists()
 
-    def test_a_clip_that_is_gone_says_why(self, fetcher: Fetcher, store: Store) -> None:
-        store.plan = ["gone"]
+    @pytest.mark.parametrize("step", ["gone", "unknown"])
+    def test_a_clip_that_is_gone_says_why_and_leaves_nothing(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path, step: str
+    ) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA[:1_000])
+        store.plan = [step]
         with pytest.raises(NotFetched, match="the clip was removed"):
             fetcher.fetch(clip())
         assert len(store.requests) == 1
+        assert not list(tmp_path.iterdir())
+
+    def test_a_key_that_is_refused_costs_nothing_of_what_is_here(
+        self, fetcher: Fetcher, store: Store, tmp_path: Path
+    ) -> None:
+        (tmp_path / "shot.mp4.part").write_bytes(DATA[:1_000])
+        store.plan = ["refused"]
+        with pytest.raises(NotFetched):
+            fetcher.fetch(clip())
+        assert (tmp_path / "shot.mp4.part").read_bytes() == DATA[:1_000]
 
     def test_a_directory_that_is_called_as_a_clip_is_named(
         self, fetcher: Fetcher, store: Store, tmp_path: Path

@@ -120,10 +120,12 @@ def test_after_ctrl_c_what_was_deleted_or_replaced_or_cut_short_meanwhile_is_not
     httpx.delete(f"{api.url}/v1/videos/{first.id}", headers=AUTHORIZED, trust_env=False).raise_for_status()
     replace(campaigns, second, tmp_path / "replaced.mp4")
     (folder / "id-3.mp4").write_bytes(CLIPS["id-3.mp4"][:-1])
+    (folder / "of-somebody-else.mp4.part").touch()
     result = finished(api, campaign, folder)
     assert (result["clips"], result["here"], result["missing"]) == (2, 2, {})
     expected = {"id-2.mp4": REPLACED, "id-3.mp4": CLIPS["id-3.mp4"]}
     assert {one.name: one.read_bytes() for one in folder.glob("*.mp4")} == expected
+    assert [one.name for one in folder.glob("*.part")] == ["of-somebody-else.mp4.part"]
 
 
 def replace(campaigns: Campaigns, job: Job, path: Path) -> None:

@@ -80,6 +80,11 @@ def resume(part: Path, clip: Clip) -> Resume:
     return Resume(size, digest)
 
 
+def part_of(target: Path) -> Path:
+    """Where a clip is until it is whole."""
+    return target.with_name(f"{target.name}.part")
+
+
 def range_headers(clip: Clip, offset: int) -> dict[str, str]:
     """Of a request for the rest of it, or for the whole should it be another by now."""
     # bytes as they are stored: a compressed answer has other offsets
@@ -146,7 +151,7 @@ class Fetcher:
         """
         if (target := self._folder / clip.name).is_dir():
             raise NotFetched(f"{target} is a directory")
-        part = self._folder / f"{clip.name}.part"
+        part = part_of(target)
         failures, fresh = 0, False
         while True:
             state = resume(part, clip)
@@ -168,6 +173,8 @@ class Fetcher:
                 reason = str(error) or type(error).__name__
                 pause = error.after if isinstance(error, _TryAgain) else 0.0
             except Refused as error:
+                if error.status in (httpx.codes.NOT_FOUND, httpx.codes.GONE):
+                    part.unlink(missing_ok=True)
                 raise NotFetched(str(error)) from None
             failures = 0 if _size(part) > state.offset else failures + 1
             if failures >= ATTEMPTS:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from rushes_cli.campaigns.client import Client, Refused, Unreachable, refusal
-from rushes_cli.campaigns.download import Clip, clip_of
+from rushes_cli.campaigns.download import Clip, clip_of, part_of
 
 LINES, TABLE = "manifest.jsonl", "manifest.csv"
 
@@ -81,6 +81,17 @@ def owner(folder: Path) -> str | None:
 def clips(folder: Path) -> Iterator[Clip]:
     """Of the items that have one."""
     return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)
+
+
+def parts(folder: Path) -> set[Path]:
+    """What is here in part of the clips in the manifest. Other files of such names may be somebody else's."""
+    # most often there are none, and a manifest may have a million lines
+    if not (here := set(folder.glob("*.part"))):
+        return here
+    try:
+        return here.intersection(part_of(folder / one.name) for one in clips(folder))
+    except (FileNotFoundError, ValueError):
+        return set()
 
 
 def survey(folder: Path) -> tuple[Counter[str], int]:
