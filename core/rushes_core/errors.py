@@ -30,6 +30,12 @@ class CheckpointError(RushesError):
     code = "invalid_checkpoint"
 
 
+def with_variable(error: Exception) -> str:
+    """What is wrong with the settings, with the variable that says so: `CheckpointError` names none, for commands take
+    directories too."""
+    return f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error)
+
+
 class SchemaMismatch(RushesError):
     """The database's schema is not one that this release works with: names the revision that it has and the one that is
     needed."""

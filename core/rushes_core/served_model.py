@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rushes_core.contract import InferenceContract, load_contract
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, with_variable
 from rushes_core.prompt import PromptTokenizer
 from rushes_core.settings import Settings
 
@@ -29,7 +29,7 @@ class ServedModel:
             contract = load_contract(settings.checkpoint)
             tokenizer = PromptTokenizer(settings.checkpoint / "tokenizer" / "tokenizer.json")
         except CheckpointError as error:
-            raise CheckpointError(f"RUSHES_CHECKPOINT: {error}") from error
+            raise CheckpointError(with_variable(error)) from error
         return cls(
             name=model_name(settings, contract),
             contract=contract,

@@ -13,7 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from rushes_core.contract import load_contract
-from rushes_core.errors import CheckpointError, ObjectMissing, SchemaMismatch, StorageError, StorageRefused
+from rushes_core.errors import (
+    CheckpointError,
+    ObjectMissing,
+    SchemaMismatch,
+    StorageError,
+    StorageRefused,
+    with_variable,
+)
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.schema import check_schema
 from rushes_core.setting_rules import listed, variable
@@ -270,8 +277,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
         _check_buckets(settings)
     except (ValueError, CheckpointError, SchemaMismatch) as error:
-        name = "RUSHES_CHECKPOINT: " if isinstance(error, CheckpointError) else ""
-        print(f"rushes worker: {name}{error}", file=sys.stderr, flush=True)
+        print(f"rushes worker: {with_variable(error)}", file=sys.stderr, flush=True)
         return 1
     launcher = Launcher(settings, wanted, devices, nodes=nodes)
 

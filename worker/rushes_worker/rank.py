@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
-from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError
+from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent
@@ -341,7 +341,7 @@ def main(arguments: list[str]) -> int:
             # what is raised on purpose says where in its message, which the launcher tells once for all ranks
             if not isinstance(error, RushesError):
                 log.exception("rank_unfit")
-            connection.send(Unfit(f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error)))
+            connection.send(Unfit(with_variable(error)))
             return 1
         try:
             rank.serve()

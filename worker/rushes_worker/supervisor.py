@@ -23,7 +23,7 @@ from typing import Any
 
 import structlog
 from rushes_core.contract import InferenceContract, load_contract
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, with_variable
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.served_model import model_name
 from rushes_core.settings import Settings, get_settings
@@ -377,7 +377,7 @@ def main(arguments: list[str]) -> int:
     except NameTaken as error:
         return _refuse(refusal, str(error), status=EXIT_NAME_TAKEN)
     except (CheckpointError, ValueError) as error:
-        return _refuse(refusal, f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error))
+        return _refuse(refusal, with_variable(error))
     try:
         return supervisor.run()
     except GroupUnfit as error:
