@@ -177,6 +177,13 @@ def test_limit_that_is_kept_and_pauses_of_others_or_at_other_times_pass() -> Non
     assert caught(story) == set()
 
 
+def test_hint_that_a_killed_supervisor_had_in_hand_passes() -> None:
+    story = Story()
+    story.say("log", t=3.0, event="supervisor_died")
+    story.redis["unacked"] = 1
+    assert caught(story) == set()
+
+
 def test_campaign_that_ends_again_after_a_retry_passes() -> None:
     story = Story()
     of_campaign(story)
@@ -315,6 +322,11 @@ def unacknowledged_hint(story: Story) -> None:
     story.redis["unacked"] = 1
 
 
+def more_unacknowledged_hints_than_supervisors_died(story: Story) -> None:
+    story.say("log", t=3.0, event="supervisor_died")
+    story.redis["unacked"] = 2
+
+
 def process_left(story: Story) -> None:
     story.left["processes"].append(4711)
 
@@ -446,6 +458,7 @@ def campaign_that_goes_on(story: Story) -> None:
         (key_with_two_jobs, "I10", "duplicated effect"),
         (too_many_hints, "I11", "other"),
         (unacknowledged_hint, "I11", "other"),
+        (more_unacknowledged_hints_than_supervisors_died, "I11", "other"),
         (process_left, "I12", "other"),
         (object_of_nobody, "I12", "other"),
         (file_of_nobody, "I12", "other"),

@@ -12,7 +12,7 @@
 | I8 one outbox row per final transition | `dump.outbox`, `dump.job_events` | deliveries: they need receivers |
 | I9 counters equal what they count | `dump.jobs`, `dump.job_attempts` | |
 | I10 one key, one job | `create` with `key`, `dump.jobs` | |
-| I11 hints are bounded, none is unacknowledged at rest | `dump.redis` | those of connections that the run broke |
+| I11 hints are bounded, none is unacknowledged at rest | `dump.redis` | those that the run broke off: of Redis, one a dead supervisor |
 | I12 nothing is left: processes, files, uploads, objects | `dump.left`, `dump.object`, `dump.job_attempts` | |
 | I13 ready work is claimed soon after recovery | `mark lifted`, `dump.job_events` | needs a job that was ready then |
 | I14 urgent jobs wait no longer than agreed | `meta.interactive_p95_seconds`, `dump.job_events` | without that bound |
@@ -329,7 +329,9 @@ def _hints_are_bounded(view: View) -> Iterator[Violation]:
     for record in view.ops("dump.redis"):
         if record["data"]["hints"] > MAX_HINTS:
             yield Violation("I11", OTHER, None, f"{record['data']['hints']} hints, bound {MAX_HINTS}")
-    if redis["unacked"] > (MAX_HINTS if view.meta.get("redis_broke") else 0):
+    # what a killed supervisor had in hand is restored after the visibility timeout, long after the run
+    killed = len(view.logged("supervisor_died"))
+    if redis["unacked"] > (MAX_HINTS if view.meta.get("redis_broke") else killed):
         yield Violation("I11", OTHER, None, f"{redis['unacked']} messages unacknowledged at rest")
 
 
