@@ -147,6 +147,20 @@ class TestLockedShare:
         with locked_share(rows, "locked"):
             assert self.claim(rows) is None
 
+    def test_what_is_looked_for_behind_locks_is_what_a_claim_takes(self, engine: Engine) -> None:
+        with engine.connect() as connection:
+            found = text("SELECT prosrc FROM pg_proc WHERE proname = 'class_is_ready'")
+            source = connection.execute(found).scalar_one()
+        asked = claims._READY
+        for name, parameter in (
+            (":model", "of_model"),
+            ("urgency.priority", "of_class"),
+            (":name", "replica"),
+            (":crashed_on_wait", "crashed_on_wait"),
+        ):
+            asked = asked.replace(name, parameter)
+        assert " ".join(asked.split()) in " ".join(source.split())
+
     def test_a_replica_gets_the_most_urgent_job_all_the_same(self, rows: JobRows, settings: Settings) -> None:
         urgent = rows.add(project="locked", priority=0)
         rows.add(project="other", priority=2)
