@@ -62,8 +62,8 @@ _LOCKED_SHARE = """turn, LATERAL (
             FOR NO KEY UPDATE SKIP LOCKED
         ) AS share"""
 # in place of a job: all that is ready in the class is of locked shares, and no less urgent one goes before it.
-# `class_is_ready` asks of every project what `_READY` does, in its own words: planned with each claim, that would take a
-# quarter more time, and a function that both call a tenth
+# `class_is_ready` asks of every project what `_READY` does, and says it again: planned with each claim, that would take
+# a quarter more time, and a function that both call a tenth
 _NOT_FREE = """
         UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL
         WHERE class_is_ready(:model, urgency.priority, :name, :crashed_on_wait)
