@@ -81,6 +81,12 @@ def test_times_are_foreseen_once_a_clip_was_measured(
         assert last["starts_at"] <= estimate["starts_at"] < estimate["completes_at"] < began + 120
         assert estimate["gpu_seconds"] == estimate["run_seconds"] > 3
 
+        # whoever sends it is told at once
+        answer = client.post("/v1/videos", json={"prompt": SLOW, "size": "480x480"}).json()
+        client.post(f"/v1/videos/{answer['id']}/cancel").raise_for_status()
+        assert answer["queue"]["position"] == answer["queue"]["ahead"] + 1 > 0
+        assert last["starts_at"] <= answer["eta"]["starts_at"] < answer["eta"]["completes_at"] < began + 120
+
         # nothing is foreseen of what nobody measured, of what is paused, and of what is over
         assert (eta_of(posted(client, seconds=8)) or {"completes_at": None})["completes_at"] is None
         client.post("/v1/queue/pause").raise_for_status()
