@@ -12,7 +12,7 @@ from rushes_worker.layout import Layout
 from worker_run import Record, Shape, WorkerRun, gpu_used_bytes, present, shared_segments
 
 STAGES = ("load", "capture", "encode", "step-3", "decode", "mux")
-_START_STAGES = {"load": "loading ", "capture": "capturing graphs"}
+_START_STAGES = {"load": "loading ", "capture": "capturing"}
 _PHASES = list(Phase)
 _MEMORY_SECONDS = 1.5
 """How long the devices' memory is looked at after the group is gone, while the next one starts."""
@@ -48,8 +48,31 @@ class Kills:
         return {"stage": stage, "layout": str(self._layout), **figures}
 
     def _settle(self) -> None:
-        """A clip of each replica, so that no start is put off for the failures before it."""
-        self._finish(self._run.queue([self._shape] * self._layout.replicas))
+        """Clips of all replicas and of the first one at least, whose start is then put off for no failure before it."""
+        ids, _, _ = self._give_work(self._idle()[0])
+        self._finish(ids)
+
+    def _give_work(self, victim: Replica) -> tuple[list[str], str, int]:
+        """A job for each replica: all of them, the one that `victim` has started, and how many records were before."""
+        while (given := self._offer_work(victim)) is None:
+            pass
+        return given
+
+    def _offer_work(self, victim: Replica) -> tuple[list[str], str, int] | None:
+        """None: others were quicker, and have done all of it."""
+        since = len(self._run.records)
+        ids = self._run.queue([self._shape] * self._layout.replicas, max_attempts=3)
+
+        def started() -> Record | None:
+            return self._run.find("job_started", since=since, replica=victim.id)
+
+        self._run.until(
+            lambda: started() is not None or not self._run.num_open(ids),
+            "the first replica takes a job",
+            seconds=self._seconds,
+        )
+        found = started()
+        return None if found is None else (ids, found["job_id"], since)
 
     def _idle(self) -> list[Replica]:
         return self._run.until_idle(self._layout.replicas, seconds=self._seconds)
@@ -60,23 +83,26 @@ class Kills:
 
     def _kill_job(self, stage: str, before: list[Replica]) -> dict[str, Any]:
         victim = before[0]
-        since = len(self._run.records)
-        ids = self._run.queue([self._shape] * self._layout.replicas, max_attempts=3)
-        started = self._run.until_found("job_started", since=since, seconds=self._seconds, replica=victim.id)
-        job_id = started["job_id"]
+        ids, job_id, since = self._give_work(victim)
         self._reach(stage, job_id, since)
         figures, killed = self._kill(victim.detail["ranks"], victim, epoch=victim.epoch + 1, since=since)
         jobs = {job.id: job for job in self._finish(ids)}
         job = jobs.pop(job_id)
         done = self._run.until_found("job_completed", since=since, seconds=self._seconds, job_id=job_id)
         lost = self._run.find("job_requeued", since=since, job_id=job_id)
+        beside = [one for one in jobs.values() if self._began_elsewhere(one, victim, since)]
         return figures | {
             "found_at": lost["stage"] if lost else None,
             "attempts": job.attempt,
             "job_seconds": done["at"] - killed,
             "job_done_by_victim": done["replica"] == victim.id,
-            "others_done": all((one.state, one.attempt) == (JobState.COMPLETED, 1) for one in jobs.values()),
+            "jobs_beside": len(beside),
+            "others_done": all((one.state, one.attempt) == (JobState.COMPLETED, 1) for one in beside),
         }
+
+    def _began_elsewhere(self, job: Job, victim: Replica, since: int) -> bool:
+        began = self._run.find("job_started", since=since, job_id=job.id)
+        return began is not None and began["replica"] != victim.id
 
     def _reach(self, stage: str, job_id: str, since: int) -> None:
         if stage == "encode":
