@@ -52,9 +52,8 @@ class Phase:
         return len(self._ids) - len(self._all("job_completed"))
 
     def summary(self) -> dict[str, Any]:
-        """Throughput from the first start to the last completion; every clip counts alike, or by its pixels.
-
-        The first and last memory are those of the first and last clip of each replica's first rank.
+        """Throughput from the first start to the last completion, every clip alike or by its pixels; and what the first
+        rank of each replica allocated.
         """
         started, completed = self._all("job_started"), self._all("job_completed")
         if not completed:
@@ -75,10 +74,7 @@ class Phase:
             "told_ahead": sum(record["told_ahead"] for record in self._all("job_rendered")),
             "allocations": sum(record["allocations"] for record in memory),
             "segments": sum(record["segments"] for record in memory),
-            "reserved_bytes_first": memory[0]["reserved_bytes"] if memory else None,
-            "reserved_bytes_last": memory[-1]["reserved_bytes"] if memory else None,
-            "graph_bytes_first": memory[0]["graph_bytes"] if memory else None,
-            "graph_bytes_last": memory[-1]["graph_bytes"] if memory else None,
+            "memory": self._memory_of_replicas(memory),
         }
 
     def _all(self, event: str) -> list[Record]:
@@ -114,6 +110,18 @@ class Phase:
                 found.append(record["idle_before_seconds"])
             seen.add(record["replica"])
         return found
+
+    def _memory_of_replicas(self, memory: Sequence[Record]) -> dict[str, dict[str, list[int]]]:
+        """Bytes at the first and the last clip of each."""
+        replica = {record["job_id"]: record["replica"] for record in self._all("job_rendered")}
+        found: dict[str, dict[str, list[int]]] = {}
+        for record in memory:
+            if record["job_id"] in replica:
+                own = found.setdefault(_short_name(replica[record["job_id"]]), {})
+                for name in ("reserved_bytes", "graph_bytes"):
+                    first = own[name][0] if name in own else record[name]
+                    own[name] = [first, record[name]]
+        return dict(sorted(found.items()))
 
     def _jobs_of_replica(self, completed: Sequence[Record]) -> dict[str, int]:
         names = [_short_name(record["replica"]) for record in completed]
@@ -160,13 +168,15 @@ def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
     # next to each other, so that replicas side by side have one of each
     warm = [shape for shape in shapes for _ in range(layout.replicas * arguments.warm_up)]
     wanted = mixed(shapes, arguments.jobs, seed=arguments.seed)
-    first = Phase(run, warm or wanted or shapes[:1])
+    jobs = Phase(run, shapes[:1] * layout.replicas if warm else wanted or shapes[:1])
     began = run.start()
     report_start(run, began=began, replicas=layout.replicas, seconds=arguments.limit)
-    missing = first.follow(began=began, seconds=arguments.limit)
-    replicas = run.until_idle(layout.replicas, seconds=arguments.limit)
-    before = report_memory(run, replicas, "the first jobs")
-    jobs = first
+    missing = jobs.follow(began=began, seconds=arguments.limit)
+    if warm:
+        run.until_idle(layout.replicas, seconds=arguments.limit)
+        jobs = Phase(run, warm)
+        missing += jobs.follow(began=began, seconds=arguments.limit)
+    before = report_memory(run, run.until_idle(layout.replicas, seconds=arguments.limit), "the first jobs")
     if warm and wanted:
         jobs = Phase(run, wanted)
         missing += jobs.follow(began=began, seconds=arguments.limit)
