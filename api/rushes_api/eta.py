@@ -28,6 +28,8 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from rushes_api.patience import within
+
 log = get_logger(__name__)
 
 REFRESH_SECONDS = 3.0
@@ -229,7 +231,7 @@ class Forecast:
         """Read again and again, until this task is cancelled."""
         while True:
             try:
-                await self.refresh()
+                await within(self.refresh())
             except (SQLAlchemyError, OSError) as error:
                 log.debug("forecast_failed", error=str(error).splitlines()[0])
             except Exception:

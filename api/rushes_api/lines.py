@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -10,11 +10,10 @@ from psycopg.rows import tuple_row
 from rushes_core.database import connect_arguments
 from rushes_core.settings import Settings
 
+from rushes_api.patience import end
+
 Row = tuple[Any, ...]
 Connection = psycopg.AsyncConnection[Row]
-
-_CANCEL_SECONDS = 1.0
-"""How long the server may take to cancel what is given up."""
 
 _Answer = TypeVar("_Answer")
 _Together = TypeVar("_Together")
@@ -108,7 +107,7 @@ class Gathering(ABC, Generic[_Together]):
 
     async def close(self) -> None:
         self._is_closed = True
-        await _end(self._under_way)
+        await end(self._under_way)
         self._start()
         for line in self._lines:
             await line.close()
@@ -156,21 +155,11 @@ class Gathering(ABC, Generic[_Together]):
         self._fail(together, psycopg.OperationalError(f"the database did not answer within {self._wait_seconds:g} s"))
         self._lines.remove(line)
         # others need not wait until the driver has let go of it
-        self._spawn(_end({task}))
+        self._spawn(end({task}))
         line = Line(self._settings)
         self._lines.add(line)
         self._free.append(line)
         self._start()
-
-
-async def _end(tasks: "Iterable[asyncio.Task[None]]") -> None:
-    """Cancel them. The driver has the server cancel what it does, and waits for that; told again, it cuts the
-    connection."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_SECONDS)
 
 
 def _stopping() -> Exception:

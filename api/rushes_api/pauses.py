@@ -8,6 +8,8 @@ from rushes_core.log import get_logger
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from rushes_api.patience import within
+
 log = get_logger(__name__)
 
 MAX_AGE_SECONDS = 1.0
@@ -38,11 +40,14 @@ class Pauses:
 
     async def _ask(self) -> None:
         try:
-            async with self._sessions() as session:
-                paused = (await session.execute(backlog.queue_pauses())).scalars().all()
-            self._projects = frozenset(pause.project for pause in paused)
+            self._projects = await within(self._read())
             self._heard_at = time.monotonic()
         except (SQLAlchemyError, OSError) as error:
             log.warning("pauses_unknown", error=str(error).splitlines()[0])
         finally:
             self._asking = None
+
+    async def _read(self) -> frozenset[str]:
+        async with self._sessions() as session:
+            paused = (await session.execute(backlog.queue_pauses())).scalars()
+            return frozenset(pause.project for pause in paused)

@@ -3,13 +3,18 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psycopg
 from rushes_core.database import connect_arguments
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
 
+from rushes_api.patience import end, within
+
 log = get_logger(__name__)
+
+_Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
 BEAT_SECONDS = 0.25
 SILENT_BEATS = 4
@@ -22,7 +27,7 @@ class Pulse:
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
-        self._connection: psycopg.AsyncConnection[tuple[int]] | None = None
+        self._connection: _Connection | None = None
         self._missed = 0
 
     @property
@@ -39,8 +44,9 @@ class Pulse:
                     self._missed += 1
                     if self._missed == SILENT_BEATS:
                         log.warning("database_silent", seconds=SILENT_BEATS * BEAT_SECONDS)
-            finally:
-                question.cancel()
+            except asyncio.CancelledError:
+                await end({question})
+                raise
             if question.result():
                 if self.is_silent:
                     log.info("database_answers")
@@ -48,14 +54,23 @@ class Pulse:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _ask(self) -> bool:
+        # whatever ends the beat closes it
+        connection, self._connection = self._connection, None
         try:
-            if self._connection is None:
-                self._connection = await psycopg.AsyncConnection.connect(**self._arguments, autocommit=True)
-            await self._connection.execute("SELECT 1")
+            self._connection = await within(self._beat(connection))
         except (psycopg.Error, OSError):
-            await self.close()
             return False
         return True
+
+    async def _beat(self, connection: _Connection | None) -> _Connection:
+        if connection is None:
+            connection = await psycopg.AsyncConnection.connect(**self._arguments, autocommit=True)
+        try:
+            await connection.execute("SELECT 1")
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None

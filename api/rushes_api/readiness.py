@@ -14,6 +14,8 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from rushes_api.patience import within
+
 CHECK_SECONDS = 4.0
 """How long a check may take before its server counts as down."""
 
@@ -57,19 +59,19 @@ class Readiness:
 
     async def _check_database(self) -> dict[str, str]:
         try:
-            async with self._sessions() as session:
-                return {"database": OK, **await self._check_schema(session)}
+            return {"database": OK, **await within(self._check_schema())}
         except (DBAPIError, PoolTimeout, OSError):
             return {"database": "cannot be reached"}
 
-    async def _check_schema(self, session: AsyncSession) -> dict[str, str]:
-        try:
-            found: str | None = (await session.execute(CURRENT_REVISION)).scalar_one_or_none()
-        except ProgrammingError:
-            found = None
-        if problem := mismatch(found):
-            return {"migrations": problem}
-        return {"migrations": OK, **await self._check_workers(session)}
+    async def _check_schema(self) -> dict[str, str]:
+        async with self._sessions() as session:
+            try:
+                found: str | None = (await session.execute(CURRENT_REVISION)).scalar_one_or_none()
+            except ProgrammingError:
+                found = None
+            if problem := mismatch(found):
+                return {"migrations": problem}
+            return {"migrations": OK, **await self._check_workers(session)}
 
     async def _check_workers(self, session: AsyncSession) -> dict[str, str]:
         ready = replicas.up(seen_within_seconds=self._settings.lease_seconds).where(

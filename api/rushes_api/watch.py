@@ -25,6 +25,7 @@ from starlette.types import Receive
 
 from rushes_api.errors import ApiError, Unavailable
 from rushes_api.limits import too_many
+from rushes_api.patience import within
 from rushes_api.shutdown import on_termination
 
 log = get_logger(__name__)
@@ -212,9 +213,7 @@ class Watcher:
             found: dict[str, Story] = {}
             failure: Exception | None = None
             try:
-                async with self._sessions() as session:
-                    await session.connection(execution_options=EACH_ALONE)
-                    found = await _read(session, events.stories_of(list(asked)))
+                found = await within(self._tell(list(asked)))
             except Exception as error:  # whatever it is, those who wait have to be told
                 failure = error
             for (job_id, project), answers in asked.items():
@@ -226,6 +225,11 @@ class Watcher:
                         answer.set_result(story if story is not None and story.job.project == project else None)
                     else:
                         answer.set_exception(failure)
+
+    async def _tell(self, asked: list[tuple[str, str]]) -> dict[str, Story]:
+        async with self._sessions() as session:
+            await session.connection(execution_options=EACH_ALONE)
+            return await _read(session, events.stories_of(asked))
 
     def _refusal(self, api_key: str) -> ApiError | None:
         if self._taken[api_key] >= self._max_waiting_per_key:
@@ -243,7 +247,7 @@ class Watcher:
 
     async def _look_once(self) -> None:
         try:
-            await self._look()
+            await within(self._look())
         except (SQLAlchemyError, OSError) as error:
             if self._is_reachable:
                 log.warning("watch_failed", error=str(error).splitlines()[0])

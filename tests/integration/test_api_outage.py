@@ -1,7 +1,9 @@
 """What the API answers while a server behind it is missing, frozen or not set up; it never hangs and never breaks."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,23 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import readiness
+from rushes_api import eta, patience, pauses, readiness
 from rushes_api.app import create_app
 from rushes_core import storage
+from rushes_core.database import create_api_engine
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
 from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi, offline_settings
 from support.checkpoints import tiny_checkpoint
+from support.event_stream import events_of
 from support.proxy import FreezableProxy
 from support.stack import SharedStack, libpq_url, settings_env
 from support.waiting import wait_until
+
+Sessions = async_sessionmaker[AsyncSession]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +42,17 @@ def api_settings(stack: SharedStack, checkpoint: Path) -> Settings:
 
 def started(settings: Settings) -> TestClient:
     return TestClient(create_app(settings), headers=AUTHORIZED)
+
+
+@contextmanager
+def relayed(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
+    """The settings with the database behind a proxy."""
+    url = make_url(settings.database_url)
+    assert url.host is not None
+    assert url.port is not None
+    with FreezableProxy(url.host, url.port) as proxy:
+        through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        yield settings.model_copy(update={"database_url": through}), proxy
 
 
 def warm_up(client: TestClient) -> None:
@@ -117,55 +135,130 @@ def test_without_migrations_every_route_says_so(
 
 def test_a_frozen_postgres_does_not_hold_clients(api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
-    url = make_url(api_settings.database_url)
-    assert url.host is not None
-    assert url.port is not None
-    with FreezableProxy(url.host, url.port) as proxy:
-        relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
-        with started(api_settings.model_copy(update={"database_url": relayed})) as client:
-            warm_up(client)
-            video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
-            path = f"/v1/videos/{video_id}"
-            requests: list[tuple[str, str]] = [
-                ("POST", "/v1/videos"),
-                ("GET", "/v1/videos"),
-                ("GET", path),
-                ("GET", f"{path}/attempts"),
-                ("GET", f"{path}/content"),
-                ("POST", f"{path}/cancel"),
-                ("DELETE", path),
-            ]
-            proxy.freeze()
-            with ThreadPoolExecutor(len(requests)) as clients:
-                bodies = [{"prompt": "a dog"} if one == ("POST", "/v1/videos") else None for one in requests]
-                responses = list(clients.map(lambda r, body: client.request(*r, json=body), requests, bodies))
-            for response in responses:
-                # `timeout` would be the ten seconds that a slow answer gets
-                assert (response.status_code, response.json()["error"]["code"]) == (503, "database_unavailable")
-                assert 1 <= int(response.headers["retry-after"]) <= 60
-            assert "did not answer" in checks(client, 503)["database"]
-            assert client.get("/healthz").status_code == 200
-            proxy.thaw()
-            assert client.get(path).status_code == 200
-            assert client.get("/v1/videos").status_code == 200
+    with relayed(api_settings) as (settings, proxy), started(settings) as client:
+        warm_up(client)
+        video_id = client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+        path = f"/v1/videos/{video_id}"
+        requests: list[tuple[str, str]] = [
+            ("POST", "/v1/videos"),
+            ("GET", "/v1/videos"),
+            ("GET", path),
+            ("GET", f"{path}/attempts"),
+            ("GET", f"{path}/content"),
+            ("POST", f"{path}/cancel"),
+            ("DELETE", path),
+        ]
+        proxy.freeze()
+        with ThreadPoolExecutor(len(requests)) as clients:
+            bodies = [{"prompt": "a dog"} if one == ("POST", "/v1/videos") else None for one in requests]
+            responses = list(clients.map(lambda r, body: client.request(*r, json=body), requests, bodies))
+        for response in responses:
+            # `timeout` would be the ten seconds that a slow answer gets
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "database_unavailable")
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert "did not answer" in checks(client, 503)["database"]
+        assert client.get("/healthz").status_code == 200
+        proxy.thaw()
+        assert client.get(path).status_code == 200
+        assert client.get("/v1/videos").status_code == 200
 
 
 def test_a_connection_that_never_answers_again_is_given_up(api_settings: Settings) -> None:
-    url = make_url(api_settings.database_url)
-    with FreezableProxy(url.host or "", url.port or 0) as proxy:
-        relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
-        with started(api_settings.model_copy(update={"database_url": relayed})) as client:
-            warm_up(client)
-            path = f"/v1/videos/{client.post('/v1/videos', json={'prompt': 'a dog'}).json()['id']}"
+    with relayed(api_settings) as (settings, proxy), started(settings) as client:
+        warm_up(client)
+        path = f"/v1/videos/{client.post('/v1/videos', json={'prompt': 'a dog'}).json()['id']}"
 
-            def is_shown() -> bool:
-                answer = client.get(path)
-                return answer.status_code == 200 and answer.json()["queue"]["position"] is not None
+        def is_shown() -> bool:
+            answer = client.get(path)
+            return answer.status_code == 200 and answer.json()["queue"]["position"] is not None
 
-            # as often as there are connections to be lost for one kind of question
-            for _ in range(2):
+        # as often as there are connections to be lost for one kind of question
+        for _ in range(2):
+            proxy.strand()
+            wait_until(is_shown)
+
+
+def test_streams_and_the_pulse_outlive_connections_that_never_answer_again(
+    api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # longer than until the database counts as silent
+    monkeypatch.setattr(patience, "WAIT_SECONDS", 2.0)
+    driver = JobDriver(api_settings)
+    with (
+        relayed(api_settings) as (settings, proxy),
+        ThreadedApi(settings) as api,
+        httpx.Client(base_url=api.url, headers=AUTHORIZED, timeout=60, trust_env=False) as http,
+    ):
+        video_id = http.post("/v1/videos", json={"prompt": "a dog"}).json()["id"]
+        with events_of(http, video_id) as stream:
+            assert stream.next().data["status"] == "queued"
+            proxy.strand()
+            wait_until(lambda: api.state["pulse"].is_silent)
+            driver.start(video_id)
+            assert stream.next("status").data["status"] == "in_progress"
+            wait_until(lambda: not api.state["pulse"].is_silent)
+    driver.close()
+
+
+class TestStranded:
+    """What a process asks of its own accord, when the connection that it has for that never answers again."""
+
+    @pytest.fixture(autouse=True)
+    def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(patience, "WAIT_SECONDS", 0.3)
+        monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
+        monkeypatch.setattr(eta, "REFRESH_SECONDS", 0.05)
+        monkeypatch.setattr(pauses, "MAX_AGE_SECONDS", 0.0)
+
+    def run(self, settings: Settings, story: Callable[[Sessions, FreezableProxy], Coroutine[Any, Any, None]]) -> None:
+        async def tell() -> None:
+            with relayed(settings) as (through, proxy):
+                engine = create_api_engine(through, pool_size=1)
+                async with asyncio.timeout(30):
+                    await story(async_sessionmaker(engine, expire_on_commit=False), proxy)
+                await engine.dispose()
+
+        asyncio.run(tell())
+
+    def test_pauses_are_heard_again(self, api_settings: Settings) -> None:
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            known = pauses.Pauses(sessions)
+            await known.refresh()
+            proxy.strand()
+            with psycopg.connect(libpq_url(settings_env(api_settings)), autocommit=True) as other:
+                other.execute("INSERT INTO queue_pauses (project) VALUES ('stranded')")
+                while not known.has("stranded"):
+                    await known.refresh()
+                other.execute("DELETE FROM queue_pauses")
+
+        self.run(api_settings, story)
+
+    def test_forecasts_are_made_again(self, api_settings: Settings) -> None:
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            async with eta.forecasting(api_settings, sessions, model="tiny") as forecast:
+                while forecast.outlook is None:
+                    await asyncio.sleep(0.01)
                 proxy.strand()
-                wait_until(is_shown)
+                # one may be on its way
+                await asyncio.sleep(0.2)
+                before = forecast.outlook
+                while forecast.outlook in (None, before):
+                    await asyncio.sleep(0.01)
+
+        self.run(api_settings, story)
+
+    def test_readiness_is_seen_again(self, api_settings: Settings) -> None:
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            store = storage.ObjectStore(api_settings)
+            checked = readiness.Readiness(api_settings, model="tiny", sessions=sessions, store=store)
+            while (await checked.check())["database"] != "ok":
+                pass
+            proxy.strand()
+            assert (await checked.check())["database"] == "did not answer within 0.2 seconds"
+            while (await checked.check())["database"] != "ok":
+                pass
+
+        self.run(api_settings, story)
 
 
 def test_a_connection_that_was_cut_is_replaced_unseen(api_settings: Settings) -> None:
