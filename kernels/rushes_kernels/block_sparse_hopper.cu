@@ -1,4 +1,4 @@
-// Block-sparse attention for sm_90a, compiled by NVRTC behind hopper.cuh. Two kernels: `merge_lists` turns the key
+// Block-sparse attention for sm_90a, compiled by NVRTC behind hopper_attention.cuh. Two kernels: `merge_lists` turns the key
 // tiles of GROUP query tiles into one shared list, `attend` streams those tiles through shared memory past one
 // warpgroup a query tile.
 //
@@ -162,7 +162,15 @@ __device__ __forceinline__ void consume(const Ring& ring, const u32* queries, u3
         const bool present = tile < plan.end_tile(units[u]);
         const i64 offset = ((i64)head * plan.num_tiles + (present ? tile : 0)) * (ROWS * DIM / 2) + at;
         const int spare = (present ? sizes[tile] : 0) - at / (DIM / 2);
-        begin_rows(rows, queries + offset, queries + offset + 8 * DIM / 2, spare, log2_scale);
+        const u32 *low = queries + offset, *high = low + 8 * DIM / 2;
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            rows.q[k][0] = low[k * 8];
+            rows.q[k][1] = high[k * 8];
+            rows.q[k][2] = low[k * 8 + 4];
+            rows.q[k][3] = high[k * 8 + 4];
+        }
+        begin_rows(rows, spare, log2_scale);
 
         const int length = plan.lengths[list * (1 + GROUP) + 1 + user];
         walk.begin(plan.own_list(list, user));

@@ -105,7 +105,7 @@ def _module(device: torch.device) -> Module:
         Path(__file__).with_suffix(".cu"),
         device,
         macros=MACROS,
-        prelude=Path(__file__).with_name("hopper.cuh"),
+        preludes=[Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_attention.cuh")],
         one_generation=True,
     )
 

@@ -1,10 +1,12 @@
-// Attention of all tokens to all tokens for sm_90a, heads of 64 channels, compiled by NVRTC behind hopper.cuh.
+// Attention of all tokens to all tokens for sm_90a, heads of 64 channels, compiled by NVRTC behind hopper_attention.cuh.
 //
 // A unit is GROUP * ROWS query rows of one head of one batch; a block takes every gridDim.x-th. One producer thread
 // streams keys and values of the head through a ring of STAGES slots by TMA, which fills rows past the last token with
-// zeros. Each of GROUP consumer warpgroups computes the rows of its own against every tile.
+// zeros, and loads the queries of the next unit while one is computed. Each of GROUP consumer warpgroups computes the
+// rows of its own against every tile.
 
 constexpr int GROUP = 3, STAGES = 6;
+constexpr int QUERY_BYTES = GROUP * ROWS * DIM * 2;
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
 
 struct Shape {
@@ -24,27 +26,39 @@ __device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int 
         : "memory");
 }
 
-// heads_of: (batches, tokens, 3 * heads, DIM) as a tensor map, and queries as words of two channels: the heads of q, of k,
-// of v. out: (batches, tokens, heads, DIM).
+// 16 rows by 16 channels in the layout of an A operand
+__device__ __forceinline__ void load_operand(u32 (&a)[4], u32 source) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(source)
+                 : "memory");
+}
+
+// heads_of, queries_of: (batches, tokens, 3 * heads, DIM), the heads of q, of k, of v, as tensor maps of TILE_ROWS and of
+// GROUP * ROWS tokens. out: (batches, tokens, heads, DIM).
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
-    attend_heads(const __grid_constant__ TensorMap heads_of, const u32* queries, u32* out, Shape shape,
-                 float log2_scale) {
+    attend_heads(const __grid_constant__ TensorMap heads_of, const __grid_constant__ TensorMap queries_of, u32* out,
+                 Shape shape, float log2_scale) {
     extern __shared__ int scratch[];
     u32 slots;
     // opaque to the compiler, which otherwise works the base out anew at every use
     asm volatile("mov.b32 %0, %1;" : "=r"(slots) : "r"((u32)__cvta_generic_to_shared(scratch) + 1023 & ~1023u));
-    const u32 full = slots + STAGES * SLOT_BYTES, empty = full + 8 * STAGES;
+    const u32 queries = slots + STAGES * SLOT_BYTES;
+    const u32 full = queries + QUERY_BYTES, empty = full + 8 * STAGES, queries_full = empty + 8 * STAGES,
+              queries_empty = queries_full + 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, 4 * GROUP);
         }
+        barrier_init(queries_full, 1);
+        barrier_init(queries_empty, 4 * GROUP);
         asm volatile("fence.mbarrier_init.release.cluster;");
     }
     __syncthreads();
     const int tiles = shape.tiles(), blocks = shape.blocks();
-    u32 slot = 0, turn = 0;
+    u32 slot = 0, turn = 0, unit_turn = 0;
     const auto advance = [&] {
         if (++slot == STAGES) slot = 0, turn ^= 1;
     };
@@ -54,6 +68,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
 #pragma unroll 1
         for (int unit = blockIdx.x; unit < shape.units; unit += gridDim.x) {
             const int head = unit / blocks % shape.heads, batch = unit / blocks / shape.heads;
+            barrier_wait(queries_empty, unit_turn ^ 1);
+            unit_turn ^= 1;
+            barrier_expect(queries_full, QUERY_BYTES);
+            load_tile(queries, &queries_of, head, unit % blocks * GROUP * ROWS, batch, queries_full);
 #pragma unroll 1
             for (int tile = 0; tile < tiles; tile++) {
                 const u32 target = slots + slot * SLOT_BYTES;
@@ -69,17 +87,21 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUP), 1)
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     const int last = shape.tokens - (tiles - 1) * TILE_ROWS;  // keys of the last tile
+    // this lane's row of the four matrices that a warp loads at once, with the swizzle of 128 bytes
+    const u32 query_row = queries + ((threadIdx.x - 128) / 32 * 16 + lane % 16) * (DIM * 2);
     Rows rows;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < shape.units; unit += gridDim.x) {
         const int head = unit / blocks % shape.heads, batch = unit / blocks / shape.heads;
         const int row = (unit % blocks * GROUP + warpgroup - 1) * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
         const i64 first = (i64)batch * shape.tokens;
-        const auto query = [&](int row) {
-            const i64 token = first + min(row, shape.tokens - 1);
-            return queries + (token * 3 * shape.heads + head) * (DIM / 2) + lane % 4;
-        };
-        begin_rows(rows, query(row), query(row + 8), shape.tokens - row, log2_scale);
+        barrier_wait(queries_full, unit_turn);
+        unit_turn ^= 1;
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++)
+            load_operand(rows.q[k], query_row + ((2 * k + lane / 16 ^ lane) % 8) * 16);
+        barrier_arrive_if(queries_empty, lane == 0);
+        begin_rows(rows, shape.tokens - row, log2_scale);
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile++) {
             const u32 back = empty + 8 * slot;

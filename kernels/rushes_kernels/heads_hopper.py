@@ -16,7 +16,7 @@ from rushes_kernels.nvrtc import Module, TensorMap, pointer
 # as in the source
 DIM, ROWS, GROUP, STAGES, TILE_ROWS = 64, 64, 3, 6, 128
 TYPES = {torch.bfloat16: 0, torch.float16: 1}
-_SHARED_MEMORY = STAGES * 2 * TILE_ROWS * DIM * 2 + 8 * 2 * STAGES + 1024
+_SHARED_MEMORY = (STAGES * 2 * TILE_ROWS + GROUP * ROWS) * DIM * 2 + 8 * (2 * STAGES + 2) + 1024
 _SOURCES = Path(__file__).parent
 
 
@@ -48,7 +48,7 @@ def attend_heads(qkv_BNHD: Tensor) -> Tensor:
         "attend_heads",
         [
             TensorMap.of_heads(qkv_BNHD, TILE_ROWS),
-            pointer(qkv_BNHD),
+            TensorMap.of_heads(qkv_BNHD, GROUP * ROWS),
             pointer(out_BNHD),
             _Shape(N, H, units),
             ctypes.c_float(D**-0.5 * math.log2(math.e)),
@@ -66,6 +66,6 @@ def _module(dtype: torch.dtype, device: torch.device) -> Module:
         _SOURCES / "heads_hopper.cu",
         device,
         macros=[f"DIM={DIM}", f"TYPE={TYPES[dtype]}", f"TILE_ROWS={TILE_ROWS}"],
-        prelude=_SOURCES / "hopper.cuh",
+        preludes=[_SOURCES / "hopper.cuh", _SOURCES / "hopper_attention.cuh"],
         one_generation=True,
     )

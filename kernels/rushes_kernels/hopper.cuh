@@ -1,7 +1,7 @@
-// What attention on sm_90a is made of: instructions, and one step of it, a query tile of 64 rows in the registers of a
-// warpgroup against the keys and values of one tile in shared memory. Put in front of a source by nvrtc.py.
+// What kernels for sm_90a have in common: barriers in shared memory, products of warpgroups, pairs of 16-bit values. Put in
+// front of a source by nvrtc.py.
 //
-// Macros: DIM channels of a head, 64 or 128; TILE_ROWS keys of a tile in shared memory; TYPE 0 bf16, 1 fp16.
+// Macros: TYPE 0 bf16, 1 fp16.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -10,16 +10,12 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-
 #if TYPE == 0
 #define ELEMENT "bf16"
 #else
 #define ELEMENT "f16"
 #endif
-constexpr int ROWS = 64;  // of a query tile
-constexpr int TILE_BYTES = TILE_ROWS * DIM * 2, SLOT_BYTES = 2 * TILE_BYTES;
-
-// ---- instructions
+constexpr int ROWS = 64;  // of a warpgroup's product
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -48,229 +44,38 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// until no more than N of the groups of products committed are in flight
+template <int N = 0>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 // The compiler must neither move nor copy accumulators while products are in flight.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
+__device__ __forceinline__ void unpack(u32 packed, float (&x)[2]) {
+#if TYPE == 0
+    x[0] = __uint_as_float(packed << 16), x[1] = __uint_as_float(packed & 0xffff0000u);
+#else
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(x[0]), "=f"(x[1]) : "r"(packed));
+#endif
+}
 
-
-// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart, with the 128-byte swizzle. Keys are K-major,
-// values MN-major; panels of 64 channels follow each other. `low` is an address >> 4, to which constants are added.
-constexpr u32 PANEL = TILE_ROWS * 128 >> 4, KEYS_STEP = 2, VALUES_STEP = 128, VALUES_OFFSET = TILE_BYTES >> 4;
-constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, KEYS_LOW = 1u << 16, VALUES_LOW = PANEL << 16;
+// Shared-memory descriptors: 8 rows of 128 bytes lie 1024 bytes apart, with the 128-byte swizzle. `low` is an address >> 4,
+// to which constants are added; operands are K-major with K_MAJOR in it.
+constexpr u32 DESCRIPTOR_HIGH = 64u | 1u << 30, K_MAJOR = 1u << 16;
 __device__ __forceinline__ u64 descriptor(u32 low) { return (u64)DESCRIPTOR_HIGH << 32 | low; }
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define A4(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define P16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define P16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define P16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define P16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// d = a b^T (+ d): 16 channels of 16, 32, 64 or 128 keys
-__device__ __forceinline__ void score(float (&d)[8], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32." ELEMENT "." ELEMENT " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
-        "%12, p, 1, 1, 0; }"
-        : F4(d, 0), F4(d, 4)
-        : A4(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void score(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." ELEMENT "." ELEMENT " {" P16_0 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-        : F16(d, 0)
-        : A4(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void score(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" P16_0 ", " P16_1
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        : F16(d, 0), F16(d, 16)
-        : A4(a), "l"(b), "r"(add));
-}
-__device__ __forceinline__ void score(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" P16_0 ", " P16_1 ", " P16_2 ", " P16_3
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-        : A4(a), "l"(b), "r"(add));
-}
-// d += a b: 16 keys, all channels
-__device__ __forceinline__ void accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" P16_0 ", " P16_1
-        "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-        : F16(d, 0), F16(d, 16)
-        : A4(a), "l"(b));
-}
-__device__ __forceinline__ void accumulate(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" P16_0 ", " P16_1 ", " P16_2 ", " P16_3
-        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-        : A4(a), "l"(b));
-}
-
-// ---- attention of a query tile
-
-// What a thread holds of its warpgroup's query tile: of rows lane / 4 and lane / 4 + 8 of the warp's 16, the output
-// columns 8 i + lane % 4 * 2 and the next, the reference of the softmax, the score above which it has to move, as an
-// integer, and this thread's part of the sum.
-struct Rows {
-    u32 q[DIM / 16][4];
-    float out[DIM / 2], reference[2], sum[2];
-    int limit[2];
-};
-
-// Finite, so that a difference of two of them is 0 and not NaN.
-constexpr float LOWEST = -1e30f;
-// The reference of rows past a tile's size: their weights are 0. Products of zeros cost less power, the kernel's limit.
-constexpr float HIGHEST = 1e30f;
-// References move only when a row has outgrown its own by 2^10: the same reference divides out again, exactly.
-constexpr float MAX_GROWTH = 10.f;
-constexpr int ALWAYS = -2147483647 - 1;
-
-// Read as integers, floats from 0 on are in order and above all negative ones: three of them are compared by one
-// instruction. A negative limit cannot be told that way; such rows, which are rare, look closely at every tile. The lowest
-// integer is -0.
-__device__ __forceinline__ int limit_of(float reference, float log2_scale) {
-    const float limit = reference + MAX_GROWTH / log2_scale;
-    return limit < 0 ? ALWAYS : __float_as_int(limit);
-}
-
-// One tile at `low`, the `valid` first of its KEYS keys; all of them unless RAGGED. `meanwhile` is done while the tensor
-// cores work. Values are added in PARTS parts, each as soon as its weights are there: exponentials of the next part run
-// under the products of the last.
-template <int KEYS, bool RAGGED, int PARTS, class Meanwhile>
-__device__ __forceinline__ void attend_tile(Rows& rows, u32 low, int valid, float log2_scale, int lane,
-                                            const Meanwhile& meanwhile) {
-    float s[KEYS / 2];
-    pin(s);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < DIM / 16; k++)
-        score(s, rows.q[k], descriptor((low | KEYS_LOW) + k / 4 * PANEL + k % 4 * KEYS_STEP), k > 0);
-    wgmma_commit();
-    meanwhile();
-    wgmma_wait();
-    pin(s);
-
-    if (RAGGED) {
-        const int column = lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; i++) {
-            if (8 * i + column >= valid) s[4 * i] = s[4 * i + 2] = LOWEST;
-            if (8 * i + column + 1 >= valid) s[4 * i + 1] = s[4 * i + 3] = LOWEST;
-        }
-    }
-    int top[2] = {ALWAYS, ALWAYS};
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2)
-        top[i / 2 % 2] = __vimax3_s32(top[i / 2 % 2], __float_as_int(s[i]), __float_as_int(s[i + 1]));
-    // the branch also keeps the compiler from sinking the exponentials below the next wait
-    if (__any_sync(~0u, top[0] >= rows.limit[0] || top[1] >= rows.limit[1])) {
-        float factor[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float high = rows.reference[r];
-#pragma unroll
-            for (int i = 2 * r; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-            // what happens to a row is up to itself alone
-            if (__float_as_int(high) < rows.limit[r]) high = rows.reference[r];
-            factor[r] = exp2_fast((rows.reference[r] - high) * log2_scale);
-            rows.reference[r] = high;
-            rows.limit[r] = limit_of(high, log2_scale);
-            rows.sum[r] *= factor[r];
-        }
-#pragma unroll
-        for (int i = 0; i < DIM / 2; i++) rows.out[i] *= factor[i / 2 % 2];
-    }
-
-    const float shift[2] = {-rows.reference[0] * log2_scale, -rows.reference[1] * log2_scale};
-    const auto exponent = [&](int i) { return fmaf(s[i], log2_scale, shift[i / 2 % 2]); };
-    float w[KEYS / 2];
-    if (PARTS > 1) {
-        // accumulators, finished or not, cannot be read while products are in flight
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) w[i] = exponent(i);
-    }
-    float sum[2] = {0, 0};
-    constexpr int KEYS_OF_PART = KEYS / PARTS;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        u32 p[KEYS_OF_PART / 16][4];
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_PART / 2; j++) {
-            const int i = part * (KEYS_OF_PART / 2) + j;
-            w[i] = exp2_fast(PARTS > 1 ? w[i] : exponent(i));
-            sum[i / 2 % 2] += w[i];
-        }
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_PART / 4; j++) {
-            const int i = part * (KEYS_OF_PART / 2) + 2 * j;
-            p[j / 4][j % 4] = pack(w[i], w[i + 1]);
-        }
-        if (!part) pin(rows.out);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_PART / 16; j++)
-            accumulate(rows.out, p[j],
-                       descriptor((low + VALUES_OFFSET | VALUES_LOW) + (part * (KEYS_OF_PART / 16) + j) * VALUES_STEP));
-        wgmma_commit();
-    }
-    rows.sum[0] += sum[0];
-    rows.sum[1] += sum[1];
-    wgmma_wait();
-    pin(rows.out);
-}
-
-// A thread's part of its two rows of the query tile, in words of two channels; nothing is summed up yet. Rows of which
-// there are none from the first (`spare` <= 0) or the second (`spare` <= 8) on have weights of 0.
-__device__ __forceinline__ void begin_rows(Rows& rows, const u32* low, const u32* high, int spare, float log2_scale) {
-#pragma unroll
-    for (int k = 0; k < DIM / 16; k++) {
-        rows.q[k][0] = low[k * 8];
-        rows.q[k][1] = high[k * 8];
-        rows.q[k][2] = low[k * 8 + 4];
-        rows.q[k][3] = high[k * 8 + 4];
-    }
-#pragma unroll
-    for (int i = 0; i < DIM / 2; i++) rows.out[i] = 0;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        rows.reference[r] = spare > 8 * r ? LOWEST : HIGHEST;
-        rows.limit[r] = limit_of(rows.reference[r], log2_scale);
-        rows.sum[r] = 0;
-    }
-}
-
-// What the rows' results are to be multiplied by; the sums of a row's four threads are added up.
-__device__ __forceinline__ void finish_rows(const Rows& rows, float (&inverse)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum = rows.sum[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        inverse[r] = sum == 0 ? 0 : 1 / sum;
-    }
-}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class Module:
 
     Args:
         macros: definitions, `NAME=VALUE`.
-        prelude: a source that is put in front.
+        preludes: sources that are put in front.
         one_generation: also allow instructions that only the device's own generation has.
         directory: where compiled kernels are kept, if not in the user's cache.
 
@@ -59,7 +60,7 @@ class Module:
         device: torch.device,
         *,
         macros: Sequence[str] = (),
-        prelude: Path | None = None,
+        preludes: Sequence[Path] = (),
         one_generation: bool = False,
         directory: Path | None = None,
     ) -> None:
@@ -71,8 +72,8 @@ class Module:
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._shared_memory: dict[str, int] = {}
         text = source.read_bytes()
-        if prelude is not None:
-            text = prelude.read_bytes() + b'#line 1 "' + source.name.encode() + b'"\n' + text
+        for prelude, following in reversed(list(pairwise([*preludes, source]))):
+            text = prelude.read_bytes() + b'#line 1 "' + following.name.encode() + b'"\n' + text
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
             binary = cached(
@@ -133,6 +134,12 @@ class TensorMap(ctypes.Structure):
         """Tiles of `tile_rows` tokens of one head of 64 channels; tokens past the last one are read as zeros."""
         B, N, H, D = x_BNHD.shape
         return cls._encoded(x_BNHD, (D, H, N, B), (2 * D, 2 * H * D, 2 * N * H * D), (D, 1, tile_rows, 1))
+
+    @classmethod
+    def of_rows(cls, x_SC: Tensor, tile_rows: int) -> "TensorMap":
+        """Tiles of `tile_rows` rows x 64 channels; rows past the last one are read as zeros and not written."""
+        S, C = x_SC.shape
+        return cls._encoded(x_SC, (C, S), (2 * C,), (64, tile_rows))
 
     @classmethod
     def _encoded(

@@ -107,4 +107,4 @@ def to_pixels(frames_CfHW: Tensor, scale: Sequence[float], shift: Sequence[float
 @cache
 def _module(dtype: torch.dtype, device: torch.device) -> Module:
     macros = [f"TYPE={TYPES[dtype]}"]
-    return Module(_SOURCES / "picture_passes.cu", device, macros=macros, prelude=_SOURCES / "words.cuh")
+    return Module(_SOURCES / "picture_passes.cu", device, macros=macros, preludes=[_SOURCES / "words.cuh"])

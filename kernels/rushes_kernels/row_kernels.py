@@ -196,12 +196,12 @@ def _norm_module(
         f"MIN_THREADS={config.min_threads}",
         *(f"{name}={TYPES[dtype]}" for name, dtype in types),
     ]
-    return Module(_SOURCES / "row_passes.cu", device, macros=macros, prelude=_WORDS)
+    return Module(_SOURCES / "row_passes.cu", device, macros=macros, preludes=[_WORDS])
 
 
 @cache
 def _gated_module(dtype: torch.dtype, device: torch.device) -> Module:
-    return Module(_SOURCES / "gated_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], prelude=_WORDS)
+    return Module(_SOURCES / "gated_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], preludes=[_WORDS])
 
 
 @cache

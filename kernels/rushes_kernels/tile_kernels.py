@@ -224,13 +224,15 @@ def _check_map(rows_nB: Tensor, sizes_n: Tensor) -> None:
 
 @cache
 def _passes(dtype: torch.dtype, device: torch.device) -> Module:
-    return Module(_SOURCES / "tile_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], prelude=_SOURCES / "words.cuh")
+    return Module(
+        _SOURCES / "tile_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], preludes=[_SOURCES / "words.cuh"]
+    )
 
 
 @cache
 def _head_passes(dtype: torch.dtype, lanes: int, rotary: int, places: int, device: torch.device) -> Module:
     macros = [f"TYPE={TYPES[dtype]}", f"LANES={lanes}", f"ROTARY={rotary}", f"HEADS={HEADS}", f"PLACES={places}"]
-    return Module(_SOURCES / "tile_passes.cu", device, macros=macros, prelude=_SOURCES / "words.cuh")
+    return Module(_SOURCES / "tile_passes.cu", device, macros=macros, preludes=[_SOURCES / "words.cuh"])
 
 
 @cache

@@ -214,7 +214,10 @@ class TestHopper:
     def test_kernel_is_compiled_into_the_given_directory_and_found_there(self, tmp_path: Path) -> None:
         source = Path(block_sparse_hopper.__file__).with_suffix(".cu")
         device = torch.device("cuda", torch.cuda.current_device())
-        parts = {"macros": block_sparse_hopper.MACROS, "prelude": source.with_name("hopper.cuh")}
+        parts = {
+            "macros": block_sparse_hopper.MACROS,
+            "preludes": [source.with_name(name) for name in ("hopper.cuh", "hopper_attention.cuh")],
+        }
         sizes = {
             Module(source, device, **parts, one_generation=True, directory=tmp_path).binary_bytes for _ in range(2)
         }
