@@ -11,9 +11,11 @@ from torch import Tensor
 OPERATIONS = (
     "norm_rows",
     "swiglu",
+    "gated_linear",
     "pack_heads",
     "score_tiles",
     "norm_rotate_heads",
+    "project_heads",
     "attend_heads",
     "stitch_patches",
     "to_pixels",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from rushes_kernels.swiglu import swiglu
+from rushes_kernels.linear import gated_linear
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
@@ -32,7 +32,7 @@ class FeedForward:
         if out_sC is None:
             out_sC = x_sC.new_empty(len(x_sC), len(self._down))
         for x, out in zip(x_sC.split(rows), out_sC.split(rows), strict=True):
-            torch.mm(swiglu(F.linear(x, self._up)), self._down.T, out=out)
+            torch.mm(gated_linear(x, self._up), self._down.T, out=out)
         return out_sC
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from rushes_kernels.heads_attention import attend_heads
-from rushes_kernels.norm import Update, norm_rotate_heads_, norm_rows_
+from rushes_kernels.linear import gated_linear, project_heads
+from rushes_kernels.norm import Update, norm_rows_
 from rushes_kernels.pictures import stitch_patches
 from rushes_kernels.plain import may_run_kernel
-from rushes_kernels.swiglu import swiglu
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import VideoVaeConfig
@@ -180,6 +180,7 @@ class _Block:
         self, config: VideoVaeConfig, name: str, load: Callable[[str], Tensor], linear: Callable[..., _Linear]
     ) -> None:
         self._num_heads = config.decoder_num_attention_heads
+        self._head_dim = config.decoder_attention_head_dim
         self._eps = config.decoder_norm_eps
         self._norm1 = load(f"{name}.norm1.weight")
         self._norm2 = load(f"{name}.norm2.weight")
@@ -203,14 +204,13 @@ class _Block:
         dtype = self._to_qkv.weight.dtype
         x_SM = x_BNM.flatten(0, 1)
         y_SM = norm_rows_(x_SM, self._norm1, self._eps, update=due, dtype=dtype)
-        qkv = F.linear(y_SM, *self._to_qkv)
-        qkv_BNhD = rearrange(qkv, "(B N) (h D) -> B N h D", B=B, h=3 * self._num_heads)
-        norm_rotate_heads_(qkv_BNhD, 2 * self._num_heads, cos, sin, self._eps)
+        y_BNM = y_SM.unflatten(0, (B, -1))
+        qkv_BNhD = project_heads(y_BNM, *self._to_qkv, self._head_dim, 2 * self._num_heads, cos, sin, self._eps)
         out = rearrange(attend_heads(qkv_BNhD), "B N H D -> (B N) (H D)")
         attended = Update(F.linear(out, *self._to_out), self._scale1[None])
 
         y_SM = norm_rows_(x_SM, self._norm2, self._eps, update=attended, dtype=dtype)
-        return Update(F.linear(swiglu(F.linear(y_SM, *self._ff_in)), *self._ff_out), self._scale2[None])
+        return Update(F.linear(gated_linear(y_SM, *self._ff_in), *self._ff_out), self._scale2[None])
 
 
 def _rotary_frequencies(config: VideoVaeConfig) -> Tensor:
