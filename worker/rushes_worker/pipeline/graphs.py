@@ -69,6 +69,8 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
         self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._word = torch.zeros(1, device=device)
         self._reserved_bytes = 0
         self._is_reserved = True
         self._plain = False
@@ -160,6 +162,7 @@ class Graphs:
         self._captured.clear()
         self._seen.clear()
         self._refused.clear()
+        self._keeper = None
         self._pool = torch.cuda.MemPool()
         self._is_reserved = False
         gc.collect()
@@ -215,6 +218,9 @@ class Graphs:
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         try:
+            if self._keeper is None:
+                # torch's allocator for the host counts a pool's graphs, and takes no more once there are none
+                self._keeper = self._record(self._do_nothing, self._pool)
             graph = self._record(work, self._pool)
         except RuntimeError as error:
             self._refused.add(key)
@@ -226,6 +232,10 @@ class Graphs:
         self._captured[key] = _Captured(graph, work, num_bytes)
         log.info("graph_captured", graph=str(key), seconds=round(seconds, 3), bytes=num_bytes, pool_bytes=pool_bytes)
         self._drop_least_used()
+
+    def _do_nothing(self) -> None:
+        """What is captured first, so that the pool always has a graph."""
+        self._word.zero_()
 
     def _record(self, work: Work, pool: "torch.cuda.MemPool") -> "torch.cuda.CUDAGraph":
         graph = torch.cuda.CUDAGraph()
