@@ -97,7 +97,7 @@ def other_sets(picture: Picture) -> None:
     [
         (another_picture, "packet 5 of the picture is not the one that was decoded"),
         (a_packet_more, "the number of packets of the picture must be 25, got 24"),
-        (a_packet_fewer, "the file must have 23 packets, it has more"),
+        (a_packet_fewer, "the picture must have 23 packets, the file has more"),
         (other_sets, "the parameter sets of the picture must be"),
     ],
 )

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -125,6 +126,40 @@ class TestLane:
         assert lane.segment is not None
         # a thread that ran out of frames before may come to see the segment only now
         assert not lane.work(given_up)
+        lane.close()
+
+
+class TestLast:
+    def encoded(self, preset: str, *, is_last: bool) -> Segment:
+        encoder = SegmentEncoder(0, EncoderSettings(preset=preset), width=192, height=128, is_last=is_last)
+        try:
+            for frame in moving_frames(22, 192, 128):
+                encoder.add(frame)
+            return encoder.finish()
+        finally:
+            encoder.close()
+
+    def test_it_is_encoded_in_more_of_a_hurry_under_the_same_parameter_sets(self) -> None:
+        last, other = (self.encoded("veryfast", is_last=is_last).picture for is_last in (True, False))
+        assert last.packets != other.packets
+        assert last.parameter_sets == other.parameter_sets
+
+    @pytest.mark.parametrize("preset", ["superfast", "faster", "medium"])
+    def test_a_preset_of_ones_own_is_kept_to(self, preset: str) -> None:
+        last, other = (self.encoded(preset, is_last=is_last).picture for is_last in (True, False))
+        assert last.packets == other.packets
+
+    def test_it_is_the_last_unit_of_the_clip_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[tuple[int, bool]] = []
+
+        class Noted(SegmentEncoder):
+            def __init__(self, first: int, *args: Any, is_last: bool, **rest: Any) -> None:
+                seen.append((first, is_last))
+                super().__init__(first, *args, is_last=is_last, **rest)
+
+        monkeypatch.setattr("rushes_worker.media.encode.SegmentEncoder", Noted)
+        make_clip(tmp_path / "clip.mp4", moving_frames(NUM_FRAMES))
+        assert sorted(seen) == [(0, False), (51, False), (85, True)]
 
 
 class Broken(SegmentEncoder):
@@ -141,8 +176,8 @@ class Broken(SegmentEncoder):
 class Foreign(SegmentEncoder):
     """The second segment is made by an encoder that is set up otherwise."""
 
-    def __init__(self, first: int, settings: EncoderSettings, *, width: int, height: int) -> None:
-        super().__init__(first, EncoderSettings(preset="slow") if first else settings, width=width, height=height)
+    def __init__(self, first: int, settings: EncoderSettings, **rest: Any) -> None:
+        super().__init__(first, EncoderSettings(preset="slow") if first else settings, **rest)
 
 
 class Misplaced(SegmentEncoder):

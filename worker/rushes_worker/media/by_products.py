@@ -100,13 +100,18 @@ class ByProducts:
             if self._is_wanted(variant):
                 self._attempt(variant, lambda variant=variant: self._drawn_picture(variant))
 
-    def write(self) -> tuple[tuple[ByProduct, ...], tuple[Missing, ...]]:
-        """Write the files, once the clip is complete; what was made and what was not."""
+    def write(self, clip: Path | None = None) -> tuple[tuple[ByProduct, ...], tuple[Missing, ...]]:
+        """Write the files, once the clip is written; what was made and what was not.
+
+        Args:
+            clip: where it is, unless it has its own name already.
+        """
         made = [
             product
             for variant in self._wanted
             if self._is_wanted(variant)
-            and (product := self._attempt(variant, lambda variant=variant: self._write(variant))) is not None
+            and (product := self._attempt(variant, lambda variant=variant: self._write(variant, clip or self._path)))
+            is not None
         ]
         return tuple(made), tuple(self._missing.values())
 
@@ -122,10 +127,10 @@ class ByProducts:
                 by_product_path(self._path, variant).unlink(missing_ok=True)
             return None
 
-    def _write(self, variant: Variant) -> ByProduct:
+    def _write(self, variant: Variant, clip: Path) -> ByProduct:
         path = by_product_path(self._path, variant)
         if variant is AUDIO:
-            seconds = extract_audio(self._path, path)
+            seconds = extract_audio(clip, path)
             return _described(variant, path, {"duration_seconds": round(seconds, 3)})
         data, details = self._drawn_picture(variant)
         path.write_bytes(data)

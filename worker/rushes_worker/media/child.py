@@ -6,14 +6,14 @@ parent.
 
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
 
 from rushes_worker.child import end_with_parent
-from rushes_worker.media.by_products import ByProducts
+from rushes_worker.media.by_products import ByProduct, ByProducts, Missing
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.messages import (
     AbortClip,
@@ -57,6 +57,8 @@ class ClipInProgress:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="by-products")
         self._waiting: dict[int, AddUnit] = {}
         self._next_unit = 0
+        self._latest: np.ndarray | None = None
+        """Kept: it takes milliseconds to free the last unit."""
 
     def check(self) -> None:
         """Raise what the picture failed of, if it did."""
@@ -69,7 +71,7 @@ class ClipInProgress:
         self._encoder.spans.mark(f"unit {unit.index} came")
         self._waiting[unit.index] = unit
         while (ready := self._waiting.get(self._next_unit)) is not None:
-            frames = self._frames(ready)
+            self._latest = frames = self._frames(ready)
             self._encoder.add_frames(frames, ready.pixels)
             self._beside.submit(self._by_products.add_frames, frames)
             del self._waiting[ready.index]
@@ -82,19 +84,28 @@ class ClipInProgress:
         command.path.unlink()
 
     def finish(self) -> MadeClip:
+        """The clip and its by-products, once they lie under their names; `close` frees what they took."""
         if self._waiting:
             raise ValueError(f"unit {self._next_unit} is missing; {sorted(self._waiting)} wait for it")
         pictures = self._beside.submit(self._by_products.draw)
-        self._encoder.finish()
+        by_products = Future[tuple[tuple[ByProduct, ...], tuple[Missing, ...]]]()
+
+        def write(clip: Path) -> None:
+            pictures.result()
+            with self._encoder.spans.note("by-products"):
+                by_products.set_result(self._by_products.write(clip))
+
+        self._encoder.finish(on_written=write)
         assert self._encoder.facts is not None
-        pictures.result()
-        with self._encoder.spans.note("by-products"):
-            products, missing = self._by_products.write()
+        return MadeClip(self._encoder.facts, *by_products.result(), self._encoder.spans.in_order())
+
+    def close(self) -> None:
+        """Free what a finished clip took."""
+        self._encoder.abort()
         self._beside.shutdown()
-        return MadeClip(self._encoder.facts, products, missing, self._encoder.spans.in_order())
 
     def abort(self) -> None:
-        """Delete the unfinished file and every unit that still waits."""
+        """Delete the unfinished file and every unit that still waits; by-products are the worker's to delete."""
         self._encoder.abort()
         self._beside.shutdown(cancel_futures=True)
         for unit in self._waiting.values():
@@ -170,8 +181,10 @@ class CommandLoop:
     def _finish(self) -> None:
         assert self._clip is not None
         made = self._clip.finish()
-        self._clip = None
+        finished, self._clip = self._clip, None
+        # the worker need not wait until everything is free
         self._reply(Finished(self._number, made))
+        finished.close()
 
     def _drop(self) -> None:
         if self._clip is not None:

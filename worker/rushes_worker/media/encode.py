@@ -6,10 +6,12 @@ The picture is encoded in segments, several at once and beside the sound. The sa
 machine, however many there are at once: what a segment is depends on the clip alone, codecs and muxer run bit-exact
 with a fixed number of threads, and compressed packets wait in memory until the last one exists. The file therefore
 appears in one go, under a temporary name, and gets its own name only after validation. For that the picture is decoded
-again while it is encoded, a few frames behind: little of it is left to do after the last frame.
+again while it is encoded, a few frames behind, and the sound once it is encoded: little is left to do after the last
+frame.
 """
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
@@ -28,9 +30,10 @@ from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 from rushes_worker.media.errors import MediaError, require_equal
 from rushes_worker.media.fast_start import moov_first
 from rushes_worker.media.picture import Picture, parameter_sets
-from rushes_worker.media.segment import TICK, Segment, SegmentEncoder, plan_segments, set_up
+from rushes_worker.media.segment import TICK, SegmentEncoder, plan_segments, set_up
 from rushes_worker.media.segments import Segments
 from rushes_worker.media.settings import EncoderSettings
+from rushes_worker.media.sound import Sound, decoded_sound
 from rushes_worker.media.times import Spans
 from rushes_worker.media.validate import ClipFacts, validate_clip
 from rushes_worker.pixels import PixelFormat
@@ -39,7 +42,8 @@ MIN_EDGE, MAX_EDGE = 16, 4096
 
 
 # 96,000 ticks a second hold every frame and every sample exactly, so edit lists are exact too
-_MUXER = {"fflags": "+bitexact", "movie_timescale": "96000"}
+_TICKS = 96_000
+_MUXER = {"fflags": "+bitexact", "movie_timescale": str(_TICKS)}
 
 
 def check_frame_size(width: int, height: int) -> None:
@@ -59,9 +63,8 @@ def partial_path(path: Path) -> Path:
 
 
 class ClipEncoder:
-    """One clip on its way to a file. Nothing exists on disk before `finish`, and nothing after `abort`.
-
-    Used as a context manager it aborts unless `finish` succeeded.
+    """One clip on its way to a file. Nothing exists on disk before `finish`, and nothing after `abort`, unless `finish`
+    succeeded. Used as a context manager it aborts.
     """
 
     def __init__(
@@ -101,17 +104,18 @@ class ClipEncoder:
         self._num_frames = num_frames
         self._frames_in = 0
         self._settings = settings = settings or EncoderSettings()
-        self._sound: Future[list[av.Packet]] | None = None
-        self._open = True
+        self._sound: Future[tuple[list[av.Packet], Sound]] | None = None
+        self._open, self._released = True, False
         self._file = BytesIO()
         try:
             self._container = self._begin(comment)
         except (FFmpegError, OSError) as error:
             message = f"{settings.encoder} cannot encode {width}x{height} here: {error.strerror}"
             raise MediaError(message) from error
+        plan = plan_segments(num_frames, settings)
         self._segments = Segments(
-            plan_segments(num_frames, settings),
-            lambda first: SegmentEncoder(first, settings, width=width, height=height),
+            plan,
+            lambda first: SegmentEncoder(first, settings, width=width, height=height, is_last=first == plan[-1].start),
             encoders=settings.encoders,
             on_failure=on_failure,
             spans=self.spans,
@@ -169,11 +173,14 @@ class ClipEncoder:
         if self._segments.failure is not None:
             raise self._segments.failure
 
-    def finish(self, audio: np.ndarray | None = None) -> Path:
-        """Complete the clip: write it beside `path`, validate it, and give it its name.
+    def finish(self, audio: np.ndarray | None = None, *, on_written: Callable[[Path], None] = lambda _: None) -> Path:
+        """Complete the clip: write it beside `path`, validate it, and give it its name. What it took of memory and
+        threads is free after `abort`, which may take as long as the check.
 
         Args:
             audio: the soundtrack, as for `add_audio`, unless that was called.
+            on_written: told, from a thread, where the file is while it is validated; it keeps its name until both are
+                done.
 
         Returns:
             `path`. `facts` tells what the file is.
@@ -192,32 +199,38 @@ class ClipEncoder:
             raise ValueError("the clip has no audio")
         partial = partial_path(self.path)
         try:
-            segments, sound = self._segments.finish(), self._sound.result()
+            sound, heard = self._sound.result()
+            decoded = self._mux(sound)
             with self.spans.note("file"):
-                decoded = self._write(segments, sound)
+                self._write()
+            beside = self._sound_thread.submit(on_written, partial)
             with self.spans.note("check"):
-                self.facts = validate_clip(
+                facts = validate_clip(
                     partial,
                     width=self._width,
                     height=self._height,
                     num_frames=self._num_frames,
                     refuse_flaws=self._settings.refuse_flaws,
                     decoded=decoded,
+                    heard=heard,
                 )
+            beside.result()
             # not synced to the disk: a clip is made anew when its machine goes down before it is stored
             partial.replace(self.path)
+            self.facts, self._open = facts, False
         except (FFmpegError, OSError) as exc:
-            self.facts = None
             raise MediaError(f"{self.path.name} could not be written: {exc}") from exc
         finally:
-            self.abort()
+            if self.facts is None:
+                self.abort()
         return self.path
 
     def abort(self) -> None:
-        """Give the clip up and leave no file behind; after `finish` it does nothing."""
-        if not self._open:
-            return
+        """Give the clip up and leave no file behind; a finished one stays. Nothing of it is in memory any more."""
         self._open = False
+        if self._released:
+            return
+        self._released = True
         self._segments.close()
         self._sound_thread.shutdown(cancel_futures=True)
         # nobody will read it if it is not complete
@@ -245,10 +258,11 @@ class ClipEncoder:
         container.start_encoding()
         return container
 
-    def _encode_sound(self, samples: np.ndarray) -> list[av.Packet]:
-        """`samples` [2, N] as packets.
+    def _encode_sound(self, samples: np.ndarray) -> tuple[list[av.Packet], Sound]:
+        """`samples` [2, N] as packets, and what is heard of them.
 
         Raises:
+            InvalidClip: they cannot be decoded.
             MediaError: the encoder failed.
         """
         frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
@@ -257,31 +271,46 @@ class ClipEncoder:
         frame.time_base = Fraction(1, AUDIO_SAMPLE_RATE)
         try:
             with self.spans.note("sound"):
-                return [*self._audio.encode(frame), *self._audio.encode(None)]
+                packets = [*self._audio.encode(frame), *self._audio.encode(None)]
+                # before the muxer changes them
+                return packets, decoded_sound(packets, self._audio.codec_context.extradata or b"")
         except FFmpegError as error:
             raise MediaError(f"the audio encoder failed: {error}") from error
 
-    def _write(self, segments: list[Segment], sound: list[av.Packet]) -> Picture:
-        """Mux every packet in order of decoding time; the whole picture.
+    def _mux(self, sound: list[av.Packet]) -> Picture:
+        """Mux every packet in order of decoding time, those of a segment as soon as it is there; the whole picture.
 
         Raises:
             InvalidClip: a segment does not follow the one before, or is not what the file's header says.
+            MediaError, ValueError: a segment could not be made.
+            av.FFmpegError
+        """
+        whole: list[Picture] = []
+        for packet in heapq.merge(self._picture_packets(whole), sound, key=_decoding_time):
+            self._container.mux(packet)
+        return whole[0]
+
+    def _picture_packets(self, whole: list[Picture]) -> Iterator[av.Packet]:
+        """Packets of segment after segment; the picture is left in `whole`."""
+        header = parameter_sets(self._video.codec_context.extradata or b"")
+        for segment in self._segments.in_order():
+            if whole:
+                whole[0].append(segment.picture)
+            else:
+                require_equal("parameter sets of a segment", segment.picture.parameter_sets, header)
+                whole.append(segment.picture)
+            for packet in segment.packets:
+                packet.stream = self._video
+                yield packet
+
+    def _write(self) -> None:
+        """
+        Raises:
             av.FFmpegError, OSError
         """
-        picture = segments[0].picture
-        header = parameter_sets(self._video.codec_context.extradata or b"")
-        require_equal("parameter sets of a segment", picture.parameter_sets, header)
-        for segment in segments[1:]:
-            picture.append(segment.picture)
-        packets = [packet for segment in segments for packet in segment.packets]
-        for packet in packets:
-            packet.stream = self._video
-        for packet in sorted([*packets, *sound], key=_decoding_time):
-            self._container.mux(packet)
         self._container.close()
         with self._file.getbuffer() as data, partial_path(self.path).open("wb") as file:
             file.writelines(moov_first(data))
-        return picture
 
     def _check_open(self) -> None:
         if not self._open:
@@ -311,10 +340,11 @@ class ClipEncoder:
             raise ValueError("audio holds a sample that is not finite")
 
 
-def _decoding_time(packet: av.Packet) -> Fraction:
+def _decoding_time(packet: av.Packet) -> int:
+    """In ticks of the film, which hold those of either track."""
     assert packet.dts is not None
     assert packet.time_base is not None
-    return packet.dts * packet.time_base
+    return packet.dts * packet.time_base.numerator * (_TICKS // packet.time_base.denominator)
 
 
 def _dims(shape: Iterable[int]) -> str:

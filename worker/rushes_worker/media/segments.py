@@ -6,7 +6,7 @@ frames are shared as they lie in the file of their unit, and a clip's process is
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,7 +22,7 @@ class Segments:
         plan: frames of each segment.
         make: an encoder for the segment that begins with this frame.
         encoders: segments that are worked on at once.
-        on_failure: told once, from a thread, that `finish` will raise.
+        on_failure: told once, from a thread, that `in_order` will raise.
         spans: told when which frames were encoded.
     """
 
@@ -38,10 +38,8 @@ class Segments:
         self._threads = ThreadPoolExecutor(encoders, thread_name_prefix="segment")
         self._lanes = [_Lane(frames, make, spans) for frames in plan]
         self._on_failure = on_failure
-        self._lock = threading.Lock()
-        self._num_missing = len(self._lanes)
+        self._changed = threading.Condition()
         self._given_up = threading.Event()
-        self._ended = threading.Event()
         self._next = 0
         self.failure: Exception | None = None
         """What the first segment that failed failed of."""
@@ -55,19 +53,25 @@ class Segments:
             if low < high and lane.put(frames[low - start : high - start]):
                 self._threads.submit(self._work, lane)
 
-    def finish(self) -> list[Segment]:
-        """Every segment in order, once all frames of the clip were added.
+    def in_order(self) -> Iterator[Segment]:
+        """Every segment, each as soon as it and all before it are finished. All frames of the clip must be added.
 
         Raises:
             MediaError, ValueError: a segment could not be made.
         """
-        self._ended.wait()
-        if self.failure is not None:
-            raise self.failure
-        return [lane.segment for lane in self._lanes if lane.segment is not None]
+        for lane in self._lanes:
+            with self._changed:
+                while lane.segment is None and self.failure is None:
+                    self._changed.wait()
+            if self.failure is not None:
+                raise self.failure
+            assert lane.segment is not None
+            yield lane.segment
 
     def close(self) -> None:
-        """Give up what is not encoded yet, and end the threads: within the time of a few frames."""
+        """Give up what is not encoded yet, and end the threads: within the time of a few frames. What encoders held is
+        free then.
+        """
         self._given_up.set()
         self._threads.shutdown(cancel_futures=True)
         for lane in self._lanes:
@@ -78,18 +82,19 @@ class Segments:
             is_finished = lane.work(self._given_up)
         except Exception as error:
             self._given_up.set()
-            with self._lock:
+            with self._changed:
                 is_first = self.failure is None
                 self.failure = self.failure or error
-            self._ended.set()
+                self._changed.notify_all()
             if is_first:
                 self._on_failure()
             return
         if is_finished:
-            with self._lock:
-                self._num_missing -= 1
-                if self._num_missing == 0:
-                    self._ended.set()
+            with self._changed:
+                self._changed.notify_all()
+            # what the last one holds is free once the clip is told as finished
+            if lane is not self._lanes[-1]:
+                lane.close()
 
 
 class _Lane:
@@ -124,7 +129,7 @@ class _Lane:
         return is_finished
 
     def close(self) -> None:
-        """Forget what is not finished. Call it when no thread is at work."""
+        """Forget what is not finished, and free what was taken. Call it when no thread is at work."""
         self._pieces.clear()
         if self._encoder is not None:
             self._encoder.close()
@@ -142,7 +147,6 @@ class _Lane:
         if self._num_missing:
             return False
         self.segment = self._encoder.finish()
-        self.close()
         return True
 
     def _take(self) -> np.ndarray | None:

@@ -36,7 +36,7 @@ class EncoderSettings:
     """Bits per second of the AAC track."""
     encoders: int = 1
     """Segments that are encoded at once. The file does not depend on it."""
-    threads: int = 8
+    threads: int = 4
     """Of the encoder of one segment. Fixed, never the number of cores: the encoder's output depends on it."""
     refuse_flaws: bool = False
     """A clip that is blank, frozen or silent all along is no clip."""

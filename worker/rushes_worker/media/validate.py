@@ -2,28 +2,28 @@
 
 Box order and sizes are read from the bytes themselves, tags from the H.264 stream rather than from the container, and
 both tracks are decoded to the end. An encoder may have had its picture decoded before there was a file: then the file
-must hold exactly the units that were decoded.
+must hold exactly the units that were decoded. So may the sound.
 """
 
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from math import isfinite, sqrt
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import av
-import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS
 
 from rushes_worker.media.errors import InvalidClip, require, require_equal
 from rushes_worker.media.picture import Picture, parameter_sets
+from rushes_worker.media.sound import SAMPLE, Sound
 
 AAC_FRAME_SAMPLES = 1024
 
@@ -131,12 +131,14 @@ def validate_clip(
     num_frames: int,
     refuse_flaws: bool = False,
     decoded: Picture | None = None,
+    heard: Sound | None = None,
 ) -> ClipFacts:
     """Check that `path` is a finished clip of that size and length, and say what it is.
 
     Args:
         refuse_flaws: a clip with flaws is no clip.
-        decoded: the whole picture that the file must hold, if it has been decoded already.
+        decoded, heard: the whole picture and the whole sound that the file must hold, if they have been decoded
+            already.
 
     Raises:
         InvalidClip: the file is missing, cut short, or differs from what a clip must be; names what, and both values.
@@ -145,13 +147,15 @@ def validate_clip(
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             _check_boxes(list(top_level_boxes(file)))
-            file.seek(0)
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        with av.open(str(path), options=None if decoded is None else UNPROBED) as container:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="sha256") as beside,
+            av.open(str(path), options=None if decoded is None else UNPROBED) as container,
+        ):
+            sha256 = beside.submit(_sha256, path)
             video, audio = _streams(container)
             profile, level = _check_video_stream(video, width, height, num_frames)
             _check_audio_stream(audio, num_frames)
-            picture, sound = _read(container, video, audio, width, height, decoded)
+            picture, sound = _read(container, video, audio, width, height, decoded, heard)
             require_equal("number of frames", picture.num_frames, num_frames)
             _check_sound_length("decoding gives", sound.num_samples, num_frames)
             flaws = _flaws(picture, sound)
@@ -167,7 +171,7 @@ def validate_clip(
                 audio_channels=audio.channels,
                 audio_duration_seconds=float(_duration(audio)),
                 bytes=num_bytes,
-                sha256=sha256,
+                sha256=sha256.result(),
                 pixel_variance=picture.variance(),
                 audio_rms=sound.rms(),
                 video_codec=video.codec_context.name,
@@ -282,34 +286,71 @@ def _read(
     width: int,
     height: int,
     decoded: Picture | None,
-) -> tuple[Picture, "_Sound"]:
-    """Decode both tracks to the end, or find in the file what was decoded of the picture."""
+    heard: Sound | None,
+) -> tuple[Picture, Sound]:
+    """Decode both tracks to the end, or find in the file what was decoded of them."""
     extradata, time_base = video.codec_context.extradata or b"", _time_base(video)
     picture = decoded or Picture(extradata, width=width, height=height, time_base=time_base)
-    sound, found = _Sound(), 0
+    sound = heard or Sound(audio.codec_context.extradata or b"")
+    same_picture, same_sound = _Same("picture", _expected(picture, time_base)), _Same("sound", sound.packets)
     for packet in container.demux(video, audio):
-        if packet.stream is audio:
-            sound.add(audio.codec_context.decode(packet))
+        if packet.stream is audio and heard is None:
+            sound.add(packet, audio.codec_context.decode(packet))
+        elif packet.size and packet.stream is audio:
+            same_sound.add(packet)
         elif packet.size and decoded is None:
             picture.add(packet)
         elif packet.size:
-            require(found < len(picture.packets), f"the file must have {len(picture.packets)} packets, it has more")
-            same = bytes(packet) == picture.packets[found]
-            require(same, f"packet {found} of the picture is not the one that was decoded")
-            require(
-                packet.pts is not None and packet.pts * time_base == Fraction(found, FPS),
-                f"packet {found} of the picture must be shown at {found}/{FPS} s, got {packet.pts} x {time_base} s",
-            )
-            found += 1
+            same_picture.add(packet)
     if decoded is None:
         picture.finish()
     else:
-        require_equal("number of packets of the picture", found, len(picture.packets))
+        same_picture.finish()
         require_equal("parameter sets of the picture", parameter_sets(extradata), picture.parameter_sets)
+    if heard is not None:
+        same_sound.finish()
+        require_equal("tick of the sound in seconds", _time_base(audio), SAMPLE)
+        require_equal("configuration of the sound", audio.codec_context.extradata, sound.extradata)
     return picture, sound
 
 
-def _flaws(picture: Picture, sound: "_Sound") -> tuple[Flaw, ...]:
+def _expected(picture: Picture, time_base: Fraction) -> list[tuple[Fraction | int | None, bytes]]:
+    """When each packet of `picture` is to be shown, in ticks of the file, and what it holds."""
+    tick = 1 / (FPS * time_base)
+    # whole numbers compare faster
+    step = tick.numerator if tick.denominator == 1 else tick
+    return [(number * step, data) for number, data in enumerate(picture.packets)]
+
+
+class _Same:
+    """Whether a track has just the packets that were decoded."""
+
+    def __init__(self, what: str, expected: Sequence[tuple[Fraction | int | None, bytes]]) -> None:
+        self._what, self._expected = what, expected
+        self._found = 0
+
+    def add(self, packet: av.Packet) -> None:
+        if self._found == len(self._expected):
+            raise InvalidClip(f"the {self._what} must have {len(self._expected)} packets, the file has more")
+        time, data = self._expected[self._found]
+        # a message costs more than to compare
+        if bytes(packet) != data:
+            raise InvalidClip(f"packet {self._found} of the {self._what} is not the one that was decoded")
+        if packet.pts != time:
+            which = f"packet {self._found} of the {self._what}"
+            raise InvalidClip(f"{which} must be due at {time} x {packet.time_base} s, got {packet.pts}")
+        self._found += 1
+
+    def finish(self) -> None:
+        require_equal(f"number of packets of the {self._what}", self._found, len(self._expected))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flaws(picture: Picture, sound: Sound) -> tuple[Flaw, ...]:
     flaws: list[Flaw] = []
     if picture.variance() == 0:
         flaws.append(Flaw.BLANK_PICTURE)
@@ -318,28 +359,6 @@ def _flaws(picture: Picture, sound: "_Sound") -> tuple[Flaw, ...]:
     if sound.rms() <= SILENCE_RMS:
         flaws.append(Flaw.SILENT_SOUND)
     return tuple(flaws)
-
-
-class _Sound:
-    """Checks decoded sound as it comes and adds up its power."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self._power = 0.0
-
-    def add(self, frames: list[av.AudioFrame]) -> None:
-        for frame in frames:
-            if self.num_samples == 0:
-                require(frame.pts == 0, f"the first sound must be heard at 0, got {frame.pts} x {frame.time_base} s")
-            samples = frame.to_ndarray().astype(np.float64).ravel()
-            self.num_samples += frame.samples
-            self._power += float(np.einsum("i,i->", samples, samples))
-
-    def rms(self) -> float:
-        """Root mean square over both channels; 0 without any sound."""
-        rms = sqrt(self._power / (2 * self.num_samples)) if self.num_samples else 0.0
-        require(isfinite(rms), "the sound holds samples that are not finite")
-        return rms
 
 
 def _duration(stream: av.VideoStream | av.AudioStream) -> Fraction:
