@@ -4,6 +4,7 @@ Segments of one clip are made by encoders that are set up alike, so their packet
 the parameter sets are the same, and every packet carries its place in the clip.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -137,7 +138,8 @@ class SegmentEncoder:
             MediaError: the encoder failed.
         """
         try:
-            self._keep(self._context.encode(None))
+            # one by one: they are decoded while the next is encoded
+            self._keep(self._context.encode_lazy(None))
         except FFmpegError as error:
             raise MediaError(f"the video encoder failed after frame {self._next - 1}: {error}") from error
         if self._picture is None:
@@ -149,7 +151,7 @@ class SegmentEncoder:
         if self._picture is not None:
             self._picture.close()
 
-    def _keep(self, packets: list[av.Packet]) -> None:
+    def _keep(self, packets: Iterable[av.Packet]) -> None:
         for packet in packets:
             if self._picture is None:
                 # the encoder knows its parameter sets once it runs
