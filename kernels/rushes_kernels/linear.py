@@ -3,9 +3,10 @@
     gated_linear    value * SiLU(gate) of the products, the first half of which are values and the second gates
     project_heads   products in heads, the first of which are normed and rotated as by `norm_rotate_heads_`
 
-Where a kernel runs, products are rounded once, behind what follows; elsewhere before it, too.
+Where a kernel runs, products are rounded once, behind what follows; elsewhere before it, too. It runs only where what
+follows may run as a kernel as well (`plain.py`).
 
-Shapes: S rows, C channels in, F inner width; B batches of N positions, H heads of D channels, R rotary angles.
+Shapes: S rows, C channels in, F inner width, M channels out; B batches of N positions, H heads, R rotary angles.
 """
 
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def gated_linear(x_SC: Tensor, weight_2FC: Tensor, bias_2F: Tensor | None = None
     Returns:
         (S, F), the dtype of `x_SC`.
     """
-    if may_run_kernel("gated_linear", x_SC):
+    if may_run_kernel("gated_linear", x_SC) and may_run_kernel("swiglu", x_SC):
         from rushes_kernels import linear_hopper
 
         if linear_hopper.takes_gated(x_SC, weight_2FC, bias_2F):
@@ -59,7 +60,7 @@ def project_heads(
     Returns:
         (B, N, H, `head_dim`), the dtype of `x_BNC`.
     """
-    if may_run_kernel("project_heads", x_BNC):
+    if may_run_kernel("project_heads", x_BNC) and may_run_kernel("norm_rotate_heads", x_BNC):
         from rushes_kernels import linear_hopper
 
         if linear_hopper.takes_heads(x_BNC, weight_MC, bias_M, head_dim, cos_NR, sin_NR):

@@ -240,17 +240,20 @@ struct Staging {
     __device__ __forceinline__ void store(int row, int column) const {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         named_sync<128>(OUT_BARRIER + user);
-        if (threadIdx.x % 128) return;
+        if (threadIdx.x % 128 == 0) {
 #pragma unroll
-        for (int panel = 0; panel < 2; panel++)
-            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                         "r"(column + 64 * panel), "r"(row), "r"(base + panel * (OUT_BYTES / 2))
-                         : "memory");
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            for (int panel = 0; panel < 2; panel++)
+                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                             "r"(column + 64 * panel), "r"(row), "r"(base + panel * (OUT_BYTES / 2))
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        __syncwarp();
     }
     // shared memory must last until it is read
     __device__ __forceinline__ void end() const {
         if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        __syncwarp();
     }
 };
 
@@ -278,7 +281,8 @@ struct Gate {
         }
     }
     __device__ __forceinline__ static float gated(float value, float gate) {
-        // the fast forms are exact to about 2^-21 of the result, far below a rounding to 16 bits
+        // the fast forms are exact to about 2^-21 of the result, far below a rounding to 16 bits; from gates below -87
+        // on they give 0
         return value * __fdividef(gate, 1.f + __expf(-gate));
     }
     __device__ __forceinline__ void finish(const float (&sums)[COLUMNS], int row, int column) {

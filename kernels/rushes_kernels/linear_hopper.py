@@ -46,7 +46,7 @@ def takes_heads(
         and head_dim == HEAD
         and angles % 8 == 0
         and 0 < 2 * angles <= HEAD
-        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (cos_NR, sin_NR))
+        and all(x.dtype == torch.float32 and x.is_contiguous() and x.data_ptr() % 8 == 0 for x in (cos_NR, sin_NR))
     )
 
 
@@ -64,6 +64,8 @@ def _takes(operands: Sequence[Tensor]) -> bool:
 
 def gated_linear(x_SC: Tensor, weight_2FC: Tensor, bias_2F: Tensor | None) -> Tensor:
     """`linear.gated_linear`, accumulated in fp32."""
+    assert x_SC.shape[1] == weight_2FC.shape[1]
+    assert bias_2F is None or len(bias_2F) == len(weight_2FC)
     width = len(weight_2FC) // 2
     out_SF = x_SC.new_empty(len(x_SC), width)
     shape = _Shape(len(x_SC), width, x_SC.shape[1], COLUMNS, width)
@@ -77,20 +79,25 @@ def project_heads(
     """`linear.project_heads`, accumulated in fp32."""
     B, N, C = x_BNC.shape
     M = len(weight_MC)
+    assert weight_MC.shape[1] == C
+    assert len(bias_M) == M
+    assert cos_NR.shape == sin_NR.shape
+    assert len(cos_NR) == N
+    assert 0 <= num_normed <= M // HEAD
     out_BNM = x_BNC.new_empty(B, N, M)
     vectors = [pointer(x) for x in (bias_M, cos_NR, sin_NR)]
     numbers = [ctypes.c_int(N), ctypes.c_int(num_normed), ctypes.c_float(eps)]
     shape = _Shape(B * N, M, C, 2 * COLUMNS, COLUMNS)
-    rows_SC, out_SM = x_BNC.flatten(0, 1), out_BNM.flatten(0, 1)
-    _launch("project_heads", rows_SC, weight_MC, out_SM, shape, [*vectors, *numbers], cos_NR.shape[1])
+    x_SC, out_SM = x_BNC.flatten(0, 1), out_BNM.flatten(0, 1)
+    _launch("project_heads", x_SC, weight_MC, out_SM, shape, [*vectors, *numbers], cos_NR.shape[1])
     return out_BNM.unflatten(-1, (-1, HEAD))
 
 
 def _launch(
     name: str,
-    rows: Tensor,
-    weight: Tensor,
-    out: Tensor,
+    x_SC: Tensor,
+    weight_MC: Tensor,
+    out_SF: Tensor,
     shape: _Shape,
     arguments: Sequence[ctypes._SimpleCData],
     angles: int,
@@ -98,15 +105,16 @@ def _launch(
     if not shape.rows:
         return
     units = -(-shape.rows // (CLUSTER * BLOCK_ROWS)) * (shape.width // shape.unit_columns)
-    clusters = torch.cuda.get_device_properties(rows.device).multi_processor_count // CLUSTER
-    _module(rows.dtype, angles, rows.device).launch(
+    clusters = torch.cuda.get_device_properties(x_SC.device).multi_processor_count // CLUSTER
+    arrived = x_SC.new_zeros(1, dtype=torch.int32)
+    _module(x_SC.dtype, angles, x_SC.device).launch(
         name,
         [
-            TensorMap.of_rows(rows, BLOCK_ROWS),
-            TensorMap.of_rows(weight, COLUMNS),
-            TensorMap.of_rows(out, ROWS),
+            TensorMap.of_rows(x_SC, BLOCK_ROWS),
+            TensorMap.of_rows(weight_MC, COLUMNS),
+            TensorMap.of_rows(out_SF, ROWS),
             shape,
-            pointer(rows.new_zeros(1, dtype=torch.int32)),
+            pointer(arrived),
             *arguments,
         ],
         blocks=CLUSTER * min(units, clusters),
