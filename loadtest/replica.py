@@ -28,7 +28,7 @@ POLL_SECONDS = 0.1
 """How often an idle replica looks for a job: no dispatcher runs here whose hint would wake it."""
 
 
-class Phase:
+class Batch:
     """Jobs that are queued together, and what the worker said of them."""
 
     def __init__(self, run: WorkerRun, shapes: Sequence[Shape]) -> None:
@@ -168,17 +168,17 @@ def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
     # next to each other, so that replicas side by side have one of each
     warm = [shape for shape in shapes for _ in range(layout.replicas * arguments.warm_up)]
     wanted = mixed(shapes, arguments.jobs, seed=arguments.seed)
-    jobs = Phase(run, shapes[:1] * layout.replicas if warm else wanted or shapes[:1])
+    jobs = Batch(run, shapes[:1] * layout.replicas if warm else wanted or shapes[:1])
     began = run.start()
     report_start(run, began=began, replicas=layout.replicas, seconds=arguments.limit)
     missing = jobs.follow(began=began, seconds=arguments.limit)
     if warm:
         run.until_idle(layout.replicas, seconds=arguments.limit)
-        jobs = Phase(run, warm)
+        jobs = Batch(run, warm)
         missing += jobs.follow(began=began, seconds=arguments.limit)
     before = report_memory(run, run.until_idle(layout.replicas, seconds=arguments.limit), "the first jobs")
     if warm and wanted:
-        jobs = Phase(run, wanted)
+        jobs = Batch(run, wanted)
         missing += jobs.follow(began=began, seconds=arguments.limit)
         after = report_memory(run, run.until_idle(layout.replicas, seconds=arguments.limit), "all jobs")
         bench.report("growth", bytes={name: after[name] - before.get(name, 0) for name in after})

@@ -154,10 +154,18 @@ class Kills:
         return figures, killed
 
     def _strike(self, pids: list[int]) -> float:
-        """Kill one rank, another one each time; when that was."""
+        """Kill one rank, another one each time; when that was.
+
+        Raises:
+            RuntimeError: none of them is a rank of this worker any more.
+        """
+        processes = self._run.processes()
+        own = [pid for pid in pids if processes.get(pid) == "rank"]
+        if not own:
+            raise RuntimeError(f"processes {pids} are no ranks of this worker")
         self._turn += 1
         at = time.time()
-        os.kill(pids[self._turn % len(pids)], signal.SIGKILL)
+        os.kill(own[self._turn % len(own)], signal.SIGKILL)
         return at
 
 
@@ -194,5 +202,6 @@ def _least_memory(used_bytes: Callable[[], list[int]]) -> list[int]:
     least = used_bytes()
     deadline = time.monotonic() + _MEMORY_SECONDS
     while least and time.monotonic() < deadline:
-        least = [min(pair) for pair in zip(least, used_bytes(), strict=True)]
+        # a query may fail
+        least = [min(pair) for pair in zip(least, used_bytes() or least, strict=True)]
     return least
