@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.types import Receive
 
-from rushes_api.errors import ApiError, Unavailable
+from rushes_api.errors import ApiError, Unavailable, database_unavailable
 from rushes_api.limits import too_many
 from rushes_api.patience import within
 from rushes_api.shutdown import on_termination
@@ -199,6 +199,9 @@ class Watcher:
 
         Who asks while another question is being answered is answered with all others who do: after a restart everybody
         comes back at once, and an `EventSource` that is refused does not come again.
+
+        Raises:
+            Unavailable, SQLAlchemyError: the database did not answer, in time or at all.
         """
         answer: asyncio.Future[Story | None] = asyncio.get_running_loop().create_future()
         self._asked.setdefault((job_id, project), []).append(answer)
@@ -214,6 +217,8 @@ class Watcher:
             failure: Exception | None = None
             try:
                 found = await within(self._tell(list(asked)))
+            except TimeoutError:
+                failure = database_unavailable()
             except Exception as error:  # whatever it is, those who wait have to be told
                 failure = error
             for (job_id, project), answers in asked.items():

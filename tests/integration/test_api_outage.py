@@ -11,8 +11,9 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import eta, patience, pauses, readiness
+from rushes_api import eta, patience, pauses, readiness, watch
 from rushes_api.app import create_app
+from rushes_api.errors import Unavailable
 from rushes_core import storage
 from rushes_core.database import create_api_engine
 from rushes_core.ids import new_video_id
@@ -244,6 +245,17 @@ class TestStranded:
                 before = forecast.outlook
                 while forecast.outlook in (None, before):
                     await asyncio.sleep(0.01)
+
+        self.run(api_settings, story)
+
+    def test_who_waits_for_a_job_is_told_that_the_database_did_not_answer(self, api_settings: Settings) -> None:
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            watcher = watch.Watcher(sessions, max_waiting=1, max_waiting_per_key=1, on_change=lambda _: None)
+            assert await watcher.story(new_video_id(), project="default") is None
+            proxy.strand()
+            with pytest.raises(Unavailable, match="did not answer"):
+                await watcher.story(new_video_id(), project="default")
+            assert await watcher.story(new_video_id(), project="default") is None
 
         self.run(api_settings, story)
 
