@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -124,7 +125,9 @@ class Gathering(ABC, Generic[_Together]):
             if self._is_closed:
                 self._fail(together, _stopping())
             else:
-                self._spawn(self._serve(self._free.pop(), together))
+                task = self._spawn(self._serve(self._free.pop(), together))
+                # not by `_serve` itself: one that is cancelled before its first step never runs
+                task.add_done_callback(partial(self._ended, together))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
@@ -140,9 +143,6 @@ class Gathering(ABC, Generic[_Together]):
             await self._work(line, together)
         except Exception as error:
             self._fail(together, error)
-        except asyncio.CancelledError:
-            self._fail(together, _stopping())
-            raise
         finally:
             timer.cancel()
             if line in self._lines:
@@ -150,6 +150,10 @@ class Gathering(ABC, Generic[_Together]):
                 self._start()
             else:
                 await line.close()
+
+    def _ended(self, together: _Together, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._fail(together, _stopping())
 
     def _give_up(self, task: "asyncio.Task[None]", line: Line, together: _Together) -> None:
         self._fail(together, psycopg.OperationalError(f"the database did not answer within {self._wait_seconds:g} s"))

@@ -112,6 +112,20 @@ def test_those_who_wait_when_it_is_closed_are_told() -> None:
     run(story)
 
 
+def test_those_whose_question_was_about_to_be_sent_when_it_is_closed_are_told() -> None:
+    async def story(database: Database, batches: Batches[str, str]) -> None:
+        asked = started(batches.ask("a"))
+        # one turn to ask, one to gather: the third would send it
+        for _ in range(2):
+            await asyncio.sleep(0)
+        await batches.close()
+        with pytest.raises(psycopg.OperationalError, match="stopping"):
+            await asked
+        assert database.batches == []
+
+    run(story)
+
+
 def test_an_error_reaches_all_who_asked_and_nobody_else() -> None:
     async def story(database: Database, batches: Batches[str, str]) -> None:
         database.may_answer.set()
