@@ -294,5 +294,4 @@ async def forecasting(
         yield forecast
     finally:
         read.cancel()
-        # a driver that waits for a frozen server may not notice
-        await asyncio.wait({read}, timeout=1.0)
+        await asyncio.wait({read})

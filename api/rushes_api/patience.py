@@ -21,20 +21,27 @@ async def within(work: Coroutine[Any, Any, _Result], seconds: float | None = Non
 
     Raises:
         TimeoutError: it takes longer. It is ended while the caller goes on.
+        asyncio.CancelledError: it has ended, unless this was cancelled twice.
     """
     seconds = WAIT_SECONDS if seconds is None else seconds
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        await end({task})
+        # whoever is told a second time to end does not take along what ends the work
+        await asyncio.shield(_end_meanwhile(task))
         raise
     if done:
         return task.result()
+    _end_meanwhile(task)
+    raise TimeoutError(f"no answer within {seconds:g} s")
+
+
+def _end_meanwhile(task: "asyncio.Task[Any]") -> "asyncio.Task[None]":
     ending = asyncio.create_task(end({task}))
     _ending.add(ending)
     ending.add_done_callback(_ending.discard)
-    raise TimeoutError(f"no answer within {seconds:g} s")
+    return ending
 
 
 async def end(tasks: "Iterable[asyncio.Task[Any]]") -> None:

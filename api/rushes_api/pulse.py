@@ -10,7 +10,7 @@ from rushes_core.database import connect_arguments
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
 
-from rushes_api.patience import end, within
+from rushes_api.patience import within
 
 log = get_logger(__name__)
 
@@ -45,7 +45,8 @@ class Pulse:
                     if self._missed == SILENT_BEATS:
                         log.warning("database_silent", seconds=SILENT_BEATS * BEAT_SECONDS)
             except asyncio.CancelledError:
-                await end({question})
+                question.cancel()
+                await asyncio.wait({question})
                 raise
             if question.result():
                 if self.is_silent:

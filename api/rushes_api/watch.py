@@ -322,8 +322,7 @@ async def watching(
     finally:
         watcher.close()
         look.cancel()
-        # a driver that waits for a frozen server may not notice
-        await asyncio.wait({look}, timeout=1.0)
+        await asyncio.wait({look})
 
 
 async def _read(session: AsyncSession, statement: Select[Job, Any]) -> dict[str, Story]:

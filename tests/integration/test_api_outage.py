@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,15 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import eta, patience, pauses, readiness, watch
+from rushes_api import eta, patience, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
 from rushes_core import storage
 from rushes_core.database import create_api_engine
+from rushes_core.events import Glimpse
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
+from rushes_core.states import JobState
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.testclient import TestClient
@@ -256,6 +258,42 @@ class TestStranded:
             with pytest.raises(Unavailable, match="did not answer"):
                 await watcher.story(new_video_id(), project="default")
             assert await watcher.story(new_video_id(), project="default") is None
+
+        self.run(api_settings, story)
+
+    @pytest.mark.parametrize("kind", ["forecast", "pulse", "watcher"])
+    def test_nothing_is_left_of_what_was_told_to_end(
+        self, kind: str, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # longer than this takes: what is asked is not given up before
+        monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.05)
+        monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
+
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            url = make_url(api_settings.database_url).set(host="127.0.0.1", port=proxy.port)
+            through = api_settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
+            async with AsyncExitStack() as stack:
+                if kind == "forecast":
+                    forecast = await stack.enter_async_context(eta.forecasting(through, sessions, model="tiny"))
+                    while forecast.outlook is None:
+                        await asyncio.sleep(0.01)
+                elif kind == "pulse":
+                    beats = await stack.enter_async_context(pulse.beating(through))
+                    while not beats.is_silent:
+                        proxy.strand()
+                        await asyncio.sleep(0.1)
+                else:
+                    watching = watch.watching(through, sessions, on_change=lambda _: None)
+                    watcher = await stack.enter_async_context(watching)
+                    seat = stack.enter_context(watcher.seat("key"))
+                    seat.follow(Glimpse(new_video_id(), JobState.QUEUED, 0, 0, None, None, None, 0, 0, None))
+                    while seat.seen is not None:
+                        await asyncio.sleep(0.01)
+                proxy.strand()
+                # the next question is asked
+                await asyncio.sleep(0.2)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
 
         self.run(api_settings, story)
 
