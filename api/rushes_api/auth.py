@@ -18,7 +18,8 @@ from rushes_core.settings import Settings
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from rushes_api.errors import Unauthorized, Unavailable
+from rushes_api.errors import Unauthorized, database_unavailable
+from rushes_api.patience import end, within
 
 log = get_logger(__name__)
 
@@ -143,7 +144,7 @@ class _StoredKeys:
         self._is_asking = False
         self._failed_at = _NEVER
         self._num_forgotten = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def find(self, digest: bytes) -> Caller | None:
         now = time.monotonic()
@@ -170,11 +171,7 @@ class _StoredKeys:
         self._num_forgotten += 1
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=LOOKUP_SECONDS)
+        await end(self._tasks)
         await self._engine.dispose()
 
     def _ask(self, digest: bytes) -> "asyncio.Future[Caller | Exception | None]":
@@ -200,17 +197,12 @@ class _StoredKeys:
         asked_at, num_forgotten = time.monotonic(), self._num_forgotten
         found: dict[bytes, Caller] = {}
         error: Exception | None = None
-        query = self._start(self._query(digests))
-        # not wait_for: a driver that waits for a frozen server may not react to its cancellation
-        await asyncio.wait({query}, timeout=LOOKUP_SECONDS)
-        if query.done():
-            try:
-                found = query.result()
-            except Exception as failure:  # whatever it is, those who wait have to be told
-                error = failure
-        else:
-            query.cancel()
-            error = Unavailable("The database did not answer. Try again later.", code="database_unavailable")
+        try:
+            found = await within(self._query(digests), LOOKUP_SECONDS)
+        except TimeoutError:
+            error = database_unavailable()
+        except Exception as failure:  # whatever it is, those who wait have to be told
+            error = failure
         if error is not None:
             self._failed_at = time.monotonic()
         if error is None and num_forgotten != self._num_forgotten:
@@ -250,22 +242,19 @@ class _StoredKeys:
 
     async def _write_use(self, key_ids: list[str]) -> None:
         try:
-            async with self._engine.connect() as connection:
-                await connection.execute(keys.note_use(key_ids))
+            await within(self._note_use(key_ids))
         except (SQLAlchemyError, OSError) as error:
             log.warning("use_of_keys_not_noted", error=str(error).splitlines()[0])
 
-    def _start(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
+    async def _note_use(self, key_ids: list[str]) -> None:
+        async with self._engine.connect() as connection:
+            await connection.execute(keys.note_use(key_ids))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # not in the context of the request that happens to be the first: its id would be in the logs of all
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever started it has looked, or has given it up
+        task.add_done_callback(self._tasks.discard)
 
 
 Key = TypeVar("Key")

@@ -11,10 +11,10 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import eta, patience, pauses, pulse, readiness, watch
+from rushes_api import auth, eta, patience, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
-from rushes_core import storage
+from rushes_core import keys, storage
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.ids import new_video_id
@@ -23,6 +23,7 @@ from rushes_core.states import JobState
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.testclient import TestClient
+from structlog.testing import capture_logs
 from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.event_stream import events_of
@@ -54,8 +55,12 @@ def relayed(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
     assert url.host is not None
     assert url.port is not None
     with FreezableProxy(url.host, url.port) as proxy:
-        through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
-        yield settings.model_copy(update={"database_url": through}), proxy
+        yield behind(proxy, settings), proxy
+
+
+def behind(proxy: FreezableProxy, settings: Settings) -> Settings:
+    url = make_url(settings.database_url).set(host="127.0.0.1", port=proxy.port)
+    return settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
 
 
 def warm_up(client: TestClient) -> None:
@@ -250,6 +255,26 @@ class TestStranded:
 
         self.run(api_settings, story)
 
+    def test_uses_of_keys_are_given_up(self, api_settings: Settings) -> None:
+        secret = keys.Secret.new()
+        url = libpq_url(settings_env(api_settings))
+
+        async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
+            async with sessions() as session, session.begin():
+                await session.execute(keys.create(**keys.key_values(keys.NewKey(name="stranded"), secret)))
+            known = auth.ApiKeys(behind(proxy, api_settings))
+            with psycopg.connect(url) as other, capture_logs() as logs:
+                # so that the use is not noted before nothing comes back any more
+                other.execute("SELECT FROM api_keys FOR UPDATE")
+                assert (await known.caller([f"Bearer {secret.text}"])).is_stored
+                proxy.strand()
+                other.rollback()
+                while "use_of_keys_not_noted" not in [line["event"] for line in logs]:
+                    await asyncio.sleep(0.01)
+            await known.close()
+
+        self.run(api_settings, story)
+
     def test_who_waits_for_a_job_is_told_that_the_database_did_not_answer(self, api_settings: Settings) -> None:
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
             watcher = watch.Watcher(sessions, max_waiting=1, max_waiting_per_key=1, on_change=lambda _: None)
@@ -271,8 +296,7 @@ class TestStranded:
         monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
 
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
-            url = make_url(api_settings.database_url).set(host="127.0.0.1", port=proxy.port)
-            through = api_settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
+            through = behind(proxy, api_settings)
             async with AsyncExitStack() as stack:
                 if kind == "forecast":
                     forecast = await stack.enter_async_context(eta.forecasting(through, sessions, model="tiny"))
