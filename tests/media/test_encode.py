@@ -36,6 +36,33 @@ def encoder(path: Path, *, width: int = 64, height: int = 64, num_frames: int = 
     return ClipEncoder(path, width=width, height=height, num_frames=num_frames)
 
 
+class TestWritten:
+    def test_who_is_told_of_the_file_has_it_under_that_name_until_it_is_done(self, tmp_path: Path) -> None:
+        seen: list[tuple[bool, bytes, bool]] = []
+
+        def read(partial: Path) -> None:
+            # the check takes less than that
+            sleep(0.3)
+            seen.append((partial == partial_path(path), partial.read_bytes(), path.exists()))
+
+        path = tmp_path / "clip.mp4"
+        with encoder(path) as clip:
+            clip.add_frames(moving_frames(24))
+            clip.finish(tone(24), on_written=read)
+            assert seen == [(True, path.read_bytes(), False)]
+
+    def test_nothing_is_left_if_that_fails(self, tmp_path: Path) -> None:
+        def fail(partial: Path) -> None:
+            raise RuntimeError(partial.name)
+
+        with encoder(tmp_path / "clip.mp4") as clip:
+            clip.add_frames(moving_frames(24))
+            with pytest.raises(RuntimeError, match=r"clip\.mp4"):
+                clip.finish(tone(24), on_written=fail)
+            assert clip.facts is None
+        assert list(tmp_path.iterdir()) == []
+
+
 class TestPicture:
     @pytest.mark.parametrize("num_frames", [124, 141, 362])
     def test_every_frame_given_is_in_the_file(self, tmp_path: Path, num_frames: int) -> None:
