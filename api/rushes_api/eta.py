@@ -231,7 +231,8 @@ class Forecast:
         """Read again and again, until this task is cancelled."""
         while True:
             try:
-                await within(self.refresh())
+                # what takes longer says nothing any more when it comes
+                await within(self.refresh(), STALE_SECONDS)
             except (SQLAlchemyError, OSError) as error:
                 log.debug("forecast_failed", error=str(error).splitlines()[0])
             except Exception:

@@ -28,6 +28,8 @@ log = get_logger(__name__)
 
 WAIT_SECONDS = 1.5
 """How long a question may go unanswered."""
+LINE_SECONDS = 5.0
+"""How long a connection may: one that is only late is kept, as to make another costs a slow database more."""
 
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
@@ -138,7 +140,7 @@ class Batches(Gathering[_Asked[_Question, _Answer]], Generic[_Question, _Answer]
         *,
         lines: int,
     ) -> None:
-        super().__init__(settings, lines=lines, wait_seconds=WAIT_SECONDS)
+        super().__init__(settings, lines=lines, wait_seconds=LINE_SECONDS)
         self._find = find
         self._asked: _Asked[_Question, _Answer] = {}
 

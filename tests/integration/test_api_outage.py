@@ -180,17 +180,19 @@ def test_a_connection_that_never_answers_again_is_given_up(api_settings: Setting
             answer = client.get(path)
             return answer.status_code == 200 and answer.json()["queue"]["position"] is not None
 
+        wait_until(is_shown)
         # as often as there are connections to be lost for one kind of question
         for _ in range(2):
             proxy.strand()
+            assert client.get(path).status_code == 503
             wait_until(is_shown)
 
 
 def test_streams_and_the_pulse_outlive_connections_that_never_answer_again(
     api_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # longer than until the database counts as silent
-    monkeypatch.setattr(patience, "WAIT_SECONDS", 2.0)
+    # much longer than until the database counts as silent
+    monkeypatch.setattr(patience, "WAIT_SECONDS", 5.0)
     driver = JobDriver(api_settings)
     with (
         relayed(api_settings) as (settings, proxy),
@@ -216,6 +218,7 @@ class TestStranded:
         monkeypatch.setattr(patience, "WAIT_SECONDS", 0.3)
         monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
         monkeypatch.setattr(eta, "REFRESH_SECONDS", 0.05)
+        monkeypatch.setattr(eta, "STALE_SECONDS", 0.5)
         monkeypatch.setattr(pauses, "MAX_AGE_SECONDS", 0.0)
 
     def run(self, settings: Settings, story: Callable[[Sessions, FreezableProxy], Coroutine[Any, Any, None]]) -> None:
@@ -235,9 +238,13 @@ class TestStranded:
             proxy.strand()
             with psycopg.connect(libpq_url(settings_env(api_settings)), autocommit=True) as other:
                 other.execute("INSERT INTO queue_pauses (project) VALUES ('stranded')")
-                while not known.has("stranded"):
+                try:
                     await known.refresh()
-                other.execute("DELETE FROM queue_pauses")
+                    assert not known.has("stranded")
+                    while not known.has("stranded"):
+                        await known.refresh()
+                finally:
+                    other.execute("DELETE FROM queue_pauses")
 
         self.run(api_settings, story)
 
@@ -246,9 +253,10 @@ class TestStranded:
             async with eta.forecasting(api_settings, sessions, model="tiny") as forecast:
                 while forecast.outlook is None:
                     await asyncio.sleep(0.01)
-                proxy.strand()
-                # one may be on its way
-                await asyncio.sleep(0.2)
+                with capture_logs() as logs:
+                    proxy.strand()
+                    while "forecast_failed" not in [line["event"] for line in logs]:
+                        await asyncio.sleep(0.01)
                 before = forecast.outlook
                 while forecast.outlook in (None, before):
                     await asyncio.sleep(0.01)
@@ -292,6 +300,7 @@ class TestStranded:
     ) -> None:
         # longer than this takes: what is asked is not given up before
         monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(eta, "STALE_SECONDS", 60.0)
         monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.05)
         monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
 

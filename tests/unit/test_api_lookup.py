@@ -19,11 +19,13 @@ class Database:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
+        self.lines: list[Line] = []
         self.may_answer = asyncio.Event()
         self.error: Exception | None = None
 
     async def find(self, line: Line, questions: list[str]) -> dict[str, str]:
         self.batches.append(questions)
+        self.lines.append(line)
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
@@ -68,6 +70,7 @@ def test_what_is_asked_meanwhile_goes_together_afterwards() -> None:
 
 def test_a_line_that_never_answers_is_given_up_with_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(lookup, "LINE_SECONDS", 0.05)
 
     async def story(database: Database, batches: Batches[str, str]) -> None:
         asked = [started(batches.ask(word)) for word in ("a", "b")]
@@ -79,6 +82,23 @@ def test_a_line_that_never_answers_is_given_up_with_what_it_was_asked(monkeypatc
         database.may_answer.set()
         assert await batches.ask("c") == "C"
         assert database.batches == [["a", "b"], ["c"]]
+        assert len(set(database.lines)) == 2
+
+    run(story)
+
+
+def test_a_line_that_answers_late_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "WAIT_SECONDS", 0.05)
+
+    async def story(database: Database, batches: Batches[str, str]) -> None:
+        with pytest.raises(Unavailable):
+            await batches.ask("a")
+        later = started(batches.ask("b"))
+        await asyncio.sleep(0)
+        database.may_answer.set()
+        assert await later == "B"
+        assert database.batches == [["a"], ["b"]]
+        assert len(set(database.lines)) == 1
 
     run(story)
 
