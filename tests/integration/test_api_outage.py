@@ -218,7 +218,7 @@ class TestStranded:
         monkeypatch.setattr(patience, "WAIT_SECONDS", 0.3)
         monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
         monkeypatch.setattr(eta, "REFRESH_SECONDS", 0.05)
-        monkeypatch.setattr(eta, "STALE_SECONDS", 0.5)
+        monkeypatch.setattr(eta, "STALE_SECONDS", 2.0)
         monkeypatch.setattr(pauses, "MAX_AGE_SECONDS", 0.0)
 
     def run(self, settings: Settings, story: Callable[[Sessions, FreezableProxy], Coroutine[Any, Any, None]]) -> None:
