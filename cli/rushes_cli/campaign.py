@@ -436,11 +436,7 @@ def _download(arguments: argparse.Namespace) -> int:
         campaign = _get(client, arguments.id)
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone_in(folder))
-        parts = manifest.parts(folder)
-        manifest.save(client, arguments.id, folder / manifest.LINES, form="jsonl")
-        # of clips that were deleted since
-        for part in parts - manifest.parts(folder):
-            part.unlink()
+        manifest.renew(client, arguments.id, folder)
         statuses, total_bytes = manifest.survey(folder)
         rate = Rate()
         fetcher = Fetcher(client, folder, on_bytes=rate.add)

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from rushes_cli.campaigns import manifest
+from rushes_cli.campaigns.client import Client
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from sqlalchemy import update
@@ -126,6 +128,38 @@ def test_after_ctrl_c_what_was_deleted_or_replaced_or_cut_short_meanwhile_is_not
     expected = {"id-2.mp4": REPLACED, "id-3.mp4": CLIPS["id-3.mp4"]}
     assert {one.name: one.read_bytes() for one in folder.glob("*.mp4")} == expected
     assert [one.name for one in folder.glob("*.part")] == ["of-somebody-else.mp4.part"]
+
+
+def test_ctrl_c_while_a_part_is_removed_leaves_it_to_the_next_download(
+    api: ThreadedApi, campaigns: Campaigns, campaign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "clips"
+    finished(api, campaign, folder)
+    first, second, _ = campaigns.items(campaign)
+    for job in (first, second):
+        httpx.delete(f"{api.url}/v1/videos/{job.id}", headers=AUTHORIZED, trust_env=False).raise_for_status()
+    part, directory = folder / "id-1.mp4.part", folder / "id-2.mp4.part"
+    part.touch()
+    directory.mkdir()
+    client = Client(api.url, API_KEY)
+    unlink = Path.unlink
+
+    def interrupted(path: Path, missing_ok: bool = False) -> None:
+        if path == part:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manifest.renew(client, campaign, folder)
+    assert part.exists()
+    assert not list(folder.glob(".manifest*"))
+    monkeypatch.undo()
+    manifest.renew(client, campaign, folder)
+    assert not part.exists()
+    # it is not of this command
+    assert directory.is_dir()
+    client.close()
 
 
 def replace(campaigns: Campaigns, job: Job, path: Path) -> None:

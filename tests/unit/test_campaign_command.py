@@ -332,3 +332,15 @@ def test_a_directory_belongs_to_the_campaign_whose_manifest_it_has(
     monkeypatch.setenv("RUSHES_KEY", "key")
     assert main(["campaign", "download", CAMPAIGN_ID.replace("Z8", "Z9"), str(tmp_path)]) == 2
     assert CAMPAIGN_ID in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", '"a"', "null", '{"response": "a"}', '{"response": {"body": [1]}}', "no JSON"])
+def test_what_is_only_called_as_a_manifest_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "manifest.jsonl"
+    path.write_text(text)
+    monkeypatch.setenv("RUSHES_KEY", "key")
+    assert main(["campaign", "download", CAMPAIGN_ID, str(tmp_path)]) == 2
+    assert f"{path} is no manifest of a campaign" in capsys.readouterr().err
+    assert path.read_text() == text

@@ -13,6 +13,7 @@ import httpx
 
 from rushes_cli.campaigns.client import Client, Refused, Unreachable, refusal
 from rushes_cli.campaigns.download import Clip, clip_of, part_of
+from rushes_cli.main import UsageError
 
 LINES, TABLE = "manifest.jsonl", "manifest.csv"
 
@@ -44,6 +45,24 @@ def save(client: Client, campaign_id: str, target: Path, *, form: str) -> None:
     raise Unreachable(f"{client.url}: {reason}")
 
 
+def renew(client: Client, campaign_id: str, folder: Path) -> None:
+    """Write the manifest as it is now, and leave no part of a clip that was deleted since the last one.
+
+    Raises:
+        Refused, Unreachable
+    """
+    target = folder / LINES
+    new = target.with_name(f".{LINES}.next")
+    try:
+        save(client, campaign_id, new, form="jsonl")
+        # while the last one still tells whose they are: whatever ends this, they are found again
+        for part in _parts(target) - _parts(new):
+            part.unlink()
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
     """A path beside `target`, what is written to which takes its place when it is whole, and is gone otherwise.
@@ -63,34 +82,45 @@ def _whole(target: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
-    with (folder / LINES).open(encoding="utf-8") as file:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
         for text in file:
             yield json.loads(text)
 
 
 def owner(folder: Path) -> str | None:
-    """The campaign whose clips are here, if one can be told."""
+    """The campaign whose clips are here, if one can be told.
+
+    Raises:
+        UsageError: what is called as a manifest is none, and nothing to be replaced by one.
+    """
+    path = folder / LINES
     try:
-        bodies = ((line.get("response") or {}).get("body") or {} for line in _lines(folder))
+        bodies = ((line.get("response") or {}).get("body") or {} for line in _lines(path))
         return next((body["campaign_id"] for body in bodies if body.get("campaign_id")), None)
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return None
+    except (ValueError, AttributeError):
+        raise UsageError(f"{path} is no manifest of a campaign: give the clips a directory of their own") from None
 
 
 def clips(folder: Path) -> Iterator[Clip]:
     """Of the items that have one."""
-    return (clip for clip in map(clip_of, _lines(folder)) if clip is not None)
+    return _clips(folder / LINES)
 
 
-def parts(folder: Path) -> set[Path]:
-    """What is here in part of the clips in the manifest. Other files of such names may be somebody else's."""
+def _clips(path: Path) -> Iterator[Clip]:
+    return (clip for clip in map(clip_of, _lines(path)) if clip is not None)
+
+
+def _parts(path: Path) -> set[Path]:
+    """What is here in part of the clips in a manifest. Other files of such names may be somebody else's."""
     # most often there are none, and a manifest may have a million lines
-    if not (here := set(folder.glob("*.part"))):
+    if not (here := {part for part in path.parent.glob("*.part") if part.is_file()}):
         return here
     try:
-        return here.intersection(part_of(folder / one.name) for one in clips(folder))
-    except (FileNotFoundError, ValueError):
+        return here.intersection(part_of(path.with_name(one.name)) for one in _clips(path))
+    except FileNotFoundError:
         return set()
 
 
@@ -98,7 +128,7 @@ def survey(folder: Path) -> tuple[Counter[str], int]:
     """How many items have a `clip`, have `failed` or are `open`, and the bytes of the clips."""
     counts: Counter[str] = Counter()
     total = 0
-    for line in _lines(folder):
+    for line in _lines(folder / LINES):
         if (clip := clip_of(line)) is not None:
             counts["clip"] += 1
             total += clip.bytes
