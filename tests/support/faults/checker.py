@@ -12,7 +12,7 @@
 | I8 one outbox row per final transition | `dump.outbox`, `dump.job_events` | deliveries: they need receivers |
 | I9 counters equal what they count | `dump.jobs`, `dump.job_attempts` | |
 | I10 one key, one job | `create` with `key`, `dump.jobs` | |
-| I11 hints are bounded, none is unacknowledged at rest | `dump.redis` | those of Redis's faults, one a dead supervisor |
+| I11 hints are bounded, none is unacknowledged at rest | `dump.redis` | of Redis's faults, one a dead supervisor |
 | I12 nothing is left: processes, files, uploads, objects | `dump.left`, `dump.object`, `dump.job_attempts` | |
 | I13 ready work is claimed soon after recovery | `mark lifted`, `dump.job_events` | needs a job that was ready then |
 | I14 urgent jobs wait no longer than agreed | `meta.interactive_p95_seconds`, `dump.job_events` | without that bound |
