@@ -42,10 +42,11 @@ class FreezableProxy:
     ) -> None:
         for flowing in (self._flowing, *self._stranded):
             flowing.set()
-        for open_socket in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                open_socket.shutdown(socket.SHUT_RDWR)
-            open_socket.close()
+        # what is just being accepted is among the sockets once nothing is accepted any more
+        _close(self._listener)
+        self._threads[0].join()
+        for open_socket in self._sockets:
+            _close(open_socket)
         for thread in self._threads:
             thread.join()
 
@@ -59,11 +60,18 @@ class FreezableProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                self._sockets.append(client)
                 server = socket.create_connection(self._target)
-                self._sockets += [client, server]
+                self._sockets.append(server)
                 flowing = self._flowing
                 self._spawn(_relay, client, server, flowing)
                 self._spawn(_relay, server, client, flowing)
+
+
+def _close(open_socket: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        open_socket.shutdown(socket.SHUT_RDWR)
+    open_socket.close()
 
 
 def _relay(source: socket.socket, target: socket.socket, flowing: threading.Event) -> None:
