@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -24,31 +24,11 @@ from typing import Any
 import bench
 import torch
 from rushes_core.contract import CONTRACT_FILE
-from rushes_worker.checkpoint.configs import (
-    AudioVaeConfig,
-    TextEncoderConfig,
-    TransformerConfig,
-    VideoVaeConfig,
-    VisionConfig,
-)
+from rushes_worker.checkpoint.configs import VisionConfig
 from rushes_worker.checkpoint.directory import examine
 from rushes_worker.checkpoint.inventory import CONTENT_FILE
-from rushes_worker.checkpoint.manifest import (
-    Manifest,
-    TensorSpec,
-    audio_vae_tensors,
-    text_encoder_tensors,
-    transformer_tensors,
-    video_vae_tensors,
-)
-from rushes_worker.checkpoint.random_weights import (
-    RandomWeights,
-    Source,
-    audio_vae_rule,
-    text_encoder_rule,
-    transformer_rule,
-    video_vae_rule,
-)
+from rushes_worker.checkpoint.manifest import Manifest, TensorSpec
+from rushes_worker.checkpoint.random_weights import RandomWeights, Sizes, Source
 from rushes_worker.checkpoint.released import AUDIO_VAE, CONTRACT, TEXT_ENCODER, TRANSFORMER, VIDEO_VAE
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 
@@ -72,72 +52,34 @@ SHARDS = {"transformer": 14, "text_encoder": 14, "vae": 3, "audio_vae": 1}
 CHUNK_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of all components."""
-
-    transformer: TransformerConfig
-    text_encoder: TextEncoderConfig
-    vision: VisionConfig
-    video_vae: VideoVaeConfig
-    audio_vae: AudioVaeConfig
-
-    def divided(self, by: int) -> "Sizes":
-        """The same with widths and heads divided, and all layers."""
-        transformer, text, video, audio = self.transformer, self.text_encoder, self.video_vae, self.audio_vae
-        return Sizes(
-            replace(
-                transformer,
-                num_attention_heads=transformer.num_attention_heads // by,
-                hidden_size=transformer.hidden_size // by,
-                ffn_dim=transformer.ffn_dim // by,
-                text_dim=transformer.text_dim // by,
-                time_embed_hidden_dim=transformer.time_embed_hidden_dim // by,
-                time_embed_dim=transformer.time_embed_dim // by,
-            ),
-            replace(
-                text,
-                vocab_size=text.vocab_size // by,
-                hidden_size=text.hidden_size // by,
-                intermediate_size=text.intermediate_size // by,
-                num_attention_heads=text.num_attention_heads // by,
-                num_key_value_heads=text.num_key_value_heads // by,
-            ),
-            replace(
-                self.vision,
-                hidden_size=self.vision.hidden_size // by,
-                intermediate_size=self.vision.intermediate_size // by,
-                num_heads=self.vision.num_heads // by,
-                out_hidden_size=self.vision.out_hidden_size // by,
-            ),
-            replace(
-                video,
-                block_out_channels=tuple(width // by for width in video.block_out_channels),
-                norm_num_groups=video.norm_num_groups // by,
-                decoder_num_attention_heads=video.decoder_num_attention_heads // by,
-            ),
-            replace(
-                audio,
-                encoder_dim=audio.encoder_dim // by,
-                latent_dim=audio.latent_dim // by,
-                num_attention_heads=audio.num_attention_heads // by,
-                decoder_dim=audio.decoder_dim // by,
-            ),
-        )
-
-    def weights(self, source: Source) -> dict[str, RandomWeights]:
-        """By component."""
-        return {
-            "transformer": RandomWeights(transformer_tensors(self.transformer), transformer_rule(), source),
-            "text_encoder": RandomWeights(
-                text_encoder_tensors(self.text_encoder, self.vision), text_encoder_rule, source
-            ),
-            "vae": RandomWeights(video_vae_tensors(self.video_vae), video_vae_rule(self.video_vae), source),
-            "audio_vae": RandomWeights(audio_vae_tensors(self.audio_vae), audio_vae_rule(self.audio_vae), source),
-        }
-
-
 RELEASED = Sizes(TRANSFORMER, TEXT_ENCODER, VISION, VIDEO_VAE, AUDIO_VAE)
+WIDTHS = {
+    "transformer": (
+        *("num_attention_heads", "hidden_size", "ffn_dim", "text_dim"),
+        *("time_embed_hidden_dim", "time_embed_dim"),
+    ),
+    "text_encoder": (
+        *("vocab_size", "hidden_size", "intermediate_size"),
+        *("num_attention_heads", "num_key_value_heads"),
+    ),
+    "vision": ("hidden_size", "intermediate_size", "num_heads", "out_hidden_size"),
+    "video_vae": ("block_out_channels", "norm_num_groups", "decoder_num_attention_heads"),
+    "audio_vae": ("encoder_dim", "latent_dim", "num_attention_heads", "decoder_dim"),
+}
+"""Of every component, what may be divided without another number of layers."""
+
+
+def divided(sizes: Sizes, by: int) -> Sizes:
+    """The same with `WIDTHS` divided, and all layers."""
+
+    def part(width: Any) -> Any:
+        return tuple(map(part, width)) if isinstance(width, tuple) else width // by
+
+    components: dict[str, Any] = {}
+    for component, widths in WIDTHS.items():
+        config = getattr(sizes, component)
+        components[component] = replace(config, **{name: part(getattr(config, name)) for name in widths})
+    return Sizes(**components)
 
 
 class Writer:
@@ -269,7 +211,7 @@ def main() -> int:
     parser.add_argument("--empty", action="store_true", help="write no values: a file system with holes takes no room")
     arguments = parser.parse_args()
     path, device = arguments.directory, torch.device(arguments.device)
-    sizes = RELEASED.divided(arguments.divide) if arguments.divide > 1 else RELEASED
+    sizes = divided(RELEASED, arguments.divide)
     began = time.perf_counter()
     try:
         contract = write_layout(path, sizes)

@@ -12,8 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rushes_worker.checkpoint.configs import AudioVaeConfig, VideoVaeConfig
-from rushes_worker.checkpoint.manifest import RESAMPLING_TAPS, Manifest, TensorSpec
+from rushes_worker.checkpoint.configs import (
+    AudioVaeConfig,
+    TextEncoderConfig,
+    TransformerConfig,
+    VideoVaeConfig,
+    VisionConfig,
+)
+from rushes_worker.checkpoint.manifest import (
+    RESAMPLING_TAPS,
+    Manifest,
+    TensorSpec,
+    audio_vae_tensors,
+    text_encoder_tensors,
+    transformer_tensors,
+    video_vae_tensors,
+)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -167,3 +181,24 @@ def _resampling_filter() -> Tensor:
     window = torch.kaiser_window(RESAMPLING_TAPS, periodic=False, beta=beta)
     taps = window * torch.sinc(0.5 * (torch.arange(RESAMPLING_TAPS) - (RESAMPLING_TAPS - 1) / 2))
     return (taps / taps.sum()).view(1, 1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of all components of a checkpoint."""
+
+    transformer: TransformerConfig
+    text_encoder: TextEncoderConfig
+    vision: VisionConfig
+    video_vae: VideoVaeConfig
+    audio_vae: AudioVaeConfig
+
+    def weights(self, source: Source, *, gates: bool = True) -> dict[str, RandomWeights]:
+        """By component; `gates` as for `transformer_rule`."""
+        drawn: dict[str, tuple[Manifest, Rule]] = {
+            "transformer": (transformer_tensors(self.transformer), transformer_rule(gates=gates)),
+            "text_encoder": (text_encoder_tensors(self.text_encoder, self.vision), text_encoder_rule),
+            "vae": (video_vae_tensors(self.video_vae), video_vae_rule(self.video_vae)),
+            "audio_vae": (audio_vae_tensors(self.audio_vae), audio_vae_rule(self.audio_vae)),
+        }
+        return {name: RandomWeights(manifest, rule, source) for name, (manifest, rule) in drawn.items()}

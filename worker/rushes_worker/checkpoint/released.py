@@ -10,20 +10,7 @@ from rushes_core.contract import ATTENTION_BACKEND, SCHEMA_VERSION, TILE_SIZE, I
 
 from rushes_worker.checkpoint.configs import AudioVaeConfig, TextEncoderConfig, TransformerConfig, VideoVaeConfig
 from rushes_worker.checkpoint.directory import Checkpoint
-from rushes_worker.checkpoint.manifest import (
-    audio_vae_tensors,
-    text_encoder_tensors,
-    transformer_tensors,
-    video_vae_tensors,
-)
-from rushes_worker.checkpoint.random_weights import (
-    RandomWeights,
-    Source,
-    audio_vae_rule,
-    text_encoder_rule,
-    transformer_rule,
-    video_vae_rule,
-)
+from rushes_worker.checkpoint.random_weights import Sizes, Source
 from rushes_worker.checkpoint.student import AUDIO_SHIFT, DENOISING_STEPS, VIDEO_SHIFT
 from rushes_worker.checkpoint.tiny import VISION, write_tokenizer
 
@@ -136,20 +123,8 @@ def with_synthetic_weights(
         path: a directory with a tokenizer.
         contract: what the weights are served by.
     """
-    manifests = {
-        "transformer": transformer_tensors(TRANSFORMER),
-        # the vision tower is not drawn
-        "text_encoder": text_encoder_tensors(TEXT_ENCODER, VISION),
-        "vae": video_vae_tensors(VIDEO_VAE),
-        "audio_vae": audio_vae_tensors(AUDIO_VAE),
-    }
-    rules = {
-        "transformer": transformer_rule(),
-        "text_encoder": text_encoder_rule,
-        "vae": video_vae_rule(VIDEO_VAE),
-        "audio_vae": audio_vae_rule(AUDIO_VAE),
-    }
-    source = Source(seed, device)
+    # the vision tower is not drawn
+    weights = Sizes(TRANSFORMER, TEXT_ENCODER, VISION, VIDEO_VAE, AUDIO_VAE).weights(Source(seed, device))
     return Checkpoint(
         path=path,
         contract=contract,
@@ -157,6 +132,6 @@ def with_synthetic_weights(
         text_encoder_config=TEXT_ENCODER,
         video_vae_config=VIDEO_VAE,
         audio_vae_config=AUDIO_VAE,
-        _manifests=manifests,
-        _weights={name: RandomWeights(manifest, rules[name], source) for name, manifest in manifests.items()},
+        _manifests={name: component.manifest for name, component in weights.items()},
+        _weights=weights,
     )

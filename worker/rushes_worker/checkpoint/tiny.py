@@ -29,22 +29,7 @@ from rushes_worker.checkpoint.configs import (
     VisionConfig,
 )
 from rushes_worker.checkpoint.inventory import CONTENT_FILE, aggregate
-from rushes_worker.checkpoint.manifest import (
-    Manifest,
-    audio_vae_tensors,
-    text_encoder_tensors,
-    transformer_tensors,
-    video_vae_tensors,
-)
-from rushes_worker.checkpoint.random_weights import (
-    RandomWeights,
-    Rule,
-    Source,
-    audio_vae_rule,
-    text_encoder_rule,
-    transformer_rule,
-    video_vae_rule,
-)
+from rushes_worker.checkpoint.random_weights import RandomWeights, Sizes, Source
 from rushes_worker.checkpoint.student import AUDIO_SHIFT, DENOISING_STEPS, VIDEO_SHIFT
 
 DIFFUSERS_VERSION = "0.36.0.dev0"
@@ -249,29 +234,31 @@ def _clear(path: Path) -> None:
 def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
     root.mkdir()
     video, audio = _video_vae_config(), _audio_vae_config()
+    sizes = Sizes(profile.transformer, profile.text_encoder, VISION, video, audio)
+    weights = sizes.weights(Source(seed), gates=profile.gates)
     _write_model(
         root / "transformer",
         {"_class_name": "MiniMaxH3Transformer3DModel", "_diffusers_version": DIFFUSERS_VERSION}
         | asdict(profile.transformer),
-        _draw(transformer_tensors(profile.transformer), transformer_rule(gates=profile.gates), seed),
+        _drawn(weights["transformer"]),
         shards=2,
     )
     _write_model(
         root / "text_encoder",
         _text_encoder_json(profile),
-        _draw(text_encoder_tensors(profile.text_encoder, VISION), text_encoder_rule, seed),
+        _drawn(weights["text_encoder"]),
         shards=2,
         stem="model",
     )
     _write_model(
         root / "vae",
         {"_class_name": "AutoencoderKLMiniMaxH3", "_diffusers_version": DIFFUSERS_VERSION} | asdict(video),
-        _draw(video_vae_tensors(video), video_vae_rule(video), seed),
+        _drawn(weights["vae"]),
     )
     _write_model(
         root / "audio_vae",
         {"_class_name": "AutoencoderKLMiniMaxH3Audio", "_diffusers_version": DIFFUSERS_VERSION} | asdict(audio),
-        _draw(audio_vae_tensors(audio), audio_vae_rule(audio), seed),
+        _drawn(weights["audio_vae"]),
     )
     for folder, shift in (("scheduler", VIDEO_SHIFT), ("audio_scheduler", AUDIO_SHIFT)):
         config = {"_class_name": "MiniMaxH3Scheduler", "_diffusers_version": DIFFUSERS_VERSION, "shift": shift}
@@ -285,9 +272,8 @@ def _write(root: Path, seed: int, profile: Profile, name: str) -> None:
     _write_json(root / CONTRACT_FILE, _contract(name, profile, str(content["aggregate_sha256"])))
 
 
-def _draw(manifest: Manifest, rule: Rule, seed: int) -> dict[str, Tensor]:
-    weights = RandomWeights(manifest, rule, Source(seed))
-    return {name: weights.get(name) for name in manifest}
+def _drawn(weights: RandomWeights) -> dict[str, Tensor]:
+    return {name: weights.get(name) for name in weights.manifest}
 
 
 def _contract(name: str, profile: Profile, content_sha256: str) -> dict[str, object]:
