@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,6 +46,27 @@ def measure(run: Callable[[], object], *, launches: int = 20, warm_up: int = 3) 
     torch.cuda.synchronize()
     milliseconds = [start.elapsed_time(end) for start, end in times]
     return Timing(median(milliseconds), min(milliseconds), max(milliseconds), launches)
+
+
+def measure_in_turn(
+    runs: Mapping[str, Callable[[], object]], *, seconds: float = 0.5, rounds: int = 2
+) -> dict[str, Timing]:
+    """Loops of `seconds`, one contender after the other and all of them `rounds` times: milliseconds of one launch at
+    the power and the clock that the device settles at. Median, least and most are of the rounds.
+    """
+    once = {name: measure(run, launches=3, warm_up=1).median_ms for name, run in runs.items()}
+    launches = {name: max(1, round(seconds * 1e3 / once[name])) for name in runs}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(launches[name]):
+                run()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / launches[name])
+    return {name: Timing(median(ms), min(ms), max(ms), launches[name]) for name, ms in found.items()}
 
 
 def report(case: str, variant: str, timing: Timing, **figures: object) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench import installed, measure, report, require_passing_tests
+from bench import installed, measure, measure_in_turn, report, require_passing_tests
 from rushes_kernels.block_sparse_attention import block_sparse_attention
 from rushes_kernels.providers import Provider
 from rushes_kernels.video_sparse_attention import _attend_selected, num_selected_tiles, tile_map, video_sparse_attention
@@ -96,19 +96,24 @@ def main() -> None:
             "triton": attend(Provider.TRITON),
             "torch": in_pytorch,
         }
-        for name, run in variants.items():
-            if run is None:
-                continue
-            timing = measure(run, launches=5 if name == "torch" else 20, warm_up=1 if name == "torch" else 3)
-            padded = pairs * 64 * 64 * DIM * 4 / timing.median_ms / 1e9
-            report(
-                f"block-sparse attention, 14 heads, {n} tiles, {P} prefix, {k_tiles} of {V} selected, {kind}",
-                name,
-                timing,
-                padded_tflops=padded,
-                valid_tflops=valid * 64 * DIM * 4 / timing.median_ms / 1e9,
-                of_roof=padded / roof,
-            )
+        there = {name: run for name, run in variants.items() if run is not None}
+        single = {
+            name: measure(run, launches=5 if name == "torch" else 20, warm_up=1 if name == "torch" else 3)
+            for name, run in there.items()
+        }
+        steady = measure_in_turn({name: run for name, run in there.items() if name != "torch"})
+        case = f"block-sparse attention, 14 heads, {n} tiles, {P} prefix, {k_tiles} of {V} selected, {kind}"
+        for title, timings in ((case, single), (f"{case}, steady", steady)):
+            for name, timing in timings.items():
+                padded = pairs * 64 * 64 * DIM * 4 / timing.median_ms / 1e9
+                report(
+                    title,
+                    name,
+                    timing,
+                    padded_tflops=padded,
+                    valid_tflops=valid * 64 * DIM * 4 / timing.median_ms / 1e9,
+                    of_roof=padded / roof,
+                )
 
     for heads, frames, audio_rows, clip in ((14, 72, 810, "10 s"), (56, 37, 414, "5 s")):
         whole_op(heads, frames, audio_rows, f"video sparse attention, {heads} heads, {clip} clip, 1,000 tokens")
