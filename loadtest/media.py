@@ -5,11 +5,11 @@
     python loadtest/media.py many --clips 500
     python loadtest/media.py upload
 
-`finish` hands a media process the units of a clip at a rate of frames, as ranks do, and prints a line of JSON for each
-clip; of several formats of pixels, each has a process of its own, and they take turns. `presets` encodes the scenes of
-`scenes.py` in every preset and compares what comes back with what went in. `many` has one process make clip after clip,
-and prints what it holds after each fifth of them. `upload` stores the clip of `finish` in a store on this machine, or
-the one that `RUSHES_*` names.
+`finish` hands a media process the units of a clip at a rate of frames, as ranks do, or every frame when it is due, and
+prints a line of JSON for each clip; of several formats of pixels, each has a process of its own, and they take turns.
+`presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in. `many` has
+one process make clip after clip, and prints what it holds after each fifth of them. `upload` stores the clip of
+`finish` in a store on this machine, or the one that `RUSHES_*` names.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> None:
     finish = actions.add_parser("finish")
     finish.add_argument("--seconds", type=float, nargs="+", default=[10.0])
     finish.add_argument("--rate", type=float, default=100.0, help="frames a second; 0: all units at once")
+    finish.add_argument("--by", choices=("unit", "frame"), default="unit", help="what is handed over at a time")
     finish.add_argument("--repeat", type=int, default=5)
     finish.add_argument("--scene", choices=scenes.SCENES, default="drift")
     finish.add_argument("--pixels", nargs="+", choices=list(PixelFormat), default=[PixelFormat.RGB24], type=PixelFormat)
@@ -111,7 +112,13 @@ class _Finished:
 
     def make(self, folder: Path, *, is_counted: bool) -> None:
         before = _cpu_seconds(self.media.pid)
-        handed_over, ended, made = _hand_over(self.media, folder, self._frames, self._arguments.rate)
+        arguments = self._arguments
+        handed_over, ended, made = _hand_over(
+            self.media, folder, self._frames, arguments.rate, by_frame=arguments.by == "frame"
+        )
+        # a file in the way of the next clip's would take milliseconds to free
+        for path in folder.iterdir():
+            path.unlink()
         self._spans = [*made.spans, Span("finished", ended, ended)]
         if is_counted:
             cost = _cpu_seconds(self.media.pid) - before
@@ -126,6 +133,7 @@ class _Finished:
             "pixels": self._pixels,
             "frames": len(self._frames),
             "rate": arguments.rate,
+            "by": arguments.by,
             "encoders": settings.encoders,
             "preset": settings.preset,
             "keyframe_interval": settings.keyframe_interval,
@@ -145,9 +153,9 @@ class _Finished:
 
 
 def _hand_over(
-    media: MediaProcess, folder: Path, frames: np.ndarray, rate: float
+    media: MediaProcess, folder: Path, frames: np.ndarray, rate: float, *, by_frame: bool = False
 ) -> tuple[list[float], float, MadeClip]:
-    """When each unit was handed over and when the clip was finished, and the clip."""
+    """When each unit, or each frame, was handed over and when the clip was finished, and the clip."""
     pixels = PixelFormat.RGB24 if frames.ndim == 4 else PixelFormat.YUV420P
     height, width = frames.shape[1:3] if frames.ndim == 4 else (frames.shape[1] * 2 // 3, frames.shape[2])
     names = tuple(variant.name for variant in BY_PRODUCTS)
@@ -155,7 +163,7 @@ def _hand_over(
     np.save(sound, _chord(len(frames)))
     media.start_clip(ClipSpec(folder / "video.mp4", width, height, len(frames), by_products=names))
     media.set_audio(sound)
-    units = units_of(len(frames))
+    units = [range(number, number + 1) for number in range(len(frames))] if by_frame else units_of(len(frames))
     paths = [folder / f"unit-{unit.start:03}.raw" for unit in units]
     if not rate:
         for path, unit in zip(paths, units, strict=True):
