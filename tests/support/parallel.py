@@ -1,6 +1,7 @@
 """Ranks as real processes: one group on this machine, gone when the call returns."""
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,4 +63,8 @@ def _rank(rank: int, body: Callable[..., Any], size: int, device: str, folder: s
     torch.save(result, Path(folder, f"{rank}.pt"))
     # a rank that leaves while another still talks to it would look like a failure
     dist.barrier()
+    if parallel.device.type == "cuda":
+        # NCCL waits for ever for graphs of its work that are not collected yet
+        torch.cuda.synchronize()
+        os._exit(0)
     dist.destroy_process_group()
