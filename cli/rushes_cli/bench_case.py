@@ -11,6 +11,7 @@ from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.options import ATTENTION
 
+from rushes_cli.bench_prompt import prompt_text
 from rushes_cli.main import UsageError
 
 SYNTHETIC = "synthetic"
@@ -32,8 +33,7 @@ class Case:
         return f"{self.seconds:g} s, {self.tokens:,} tokens, {self.width}x{self.height}"
 
     def request(self, seed: int) -> RenderRequest:
-        words = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
-        prompt = (words * (self.tokens // len(words) + 1))[: self.tokens - 1] + "."
+        prompt = prompt_text(self.tokens - 1) + "."
         frames = Clip.for_seconds(self.seconds).num_frames
         return RenderRequest("bench", 1, prompt, seed, self.width, self.height, frames)
 

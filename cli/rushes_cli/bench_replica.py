@@ -43,8 +43,7 @@ START_SECONDS = 600.0
 SILENT_SECONDS = 300.0
 
 
-def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = actions.add_parser("replica", help="prompt to MP4 on one replica of several GPUs")
+def add_options(parser: argparse.ArgumentParser) -> None:
     degrees = ", ".join(map(str, SERVED_DEGREES))
     parser.add_argument("--sp", type=int, required=True, help=f"ranks, each with a device of its own: {degrees}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default cuda)")

@@ -32,8 +32,7 @@ from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, c
 from rushes_cli.main import UsageError
 
 
-def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = actions.add_parser("share", help="one rank of a replica on one device, its collectives replaced by copies")
+def add_options(parser: argparse.ArgumentParser) -> None:
     degrees = ", ".join(map(str, SERVED_DEGREES))
     parser.add_argument("--sp", type=int, required=True, help=f"ranks of the replica: {degrees}")
     parser.add_argument("--rank", type=int, default=0, help="which of them (default 0, which has the most units)")

@@ -182,7 +182,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         ("projects", "make and list projects"),
         ("keys", "make, list, change, rotate and revoke API keys"),
         ("checkpoint", "make, inspect and verify checkpoint directories"),
-        ("bench", "time whole clips, or one rank's share of them"),
+        ("bench", "time clips, in a running service or on devices of this machine"),
     ):
         if words[:1] == [name]:
             from importlib import import_module

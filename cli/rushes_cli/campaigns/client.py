@@ -78,6 +78,24 @@ class Client:
         body = dict(members) if members else None
         return self._repeat(lambda: self._http.post(path, json=body, headers=headers))
 
+    def delete(self, path: str) -> dict[str, Any]:
+        """The answer's object.
+
+        Raises:
+            Refused, Unreachable
+        """
+        return self._repeat(lambda: self._http.delete(path))
+
+    def wait(self, path: str, seconds: int) -> dict[str, Any]:
+        """The object at `path`, once it has come to an end, or as it is after `seconds`.
+
+        Raises:
+            Refused, Unreachable
+        """
+        headers = {"Prefer": f"wait={seconds}"}
+        timeout = httpx.Timeout(seconds + 30, connect=10)
+        return self._repeat(lambda: self._http.get(path, headers=headers, timeout=timeout))
+
     def patch(self, path: str, members: Mapping[str, Any]) -> dict[str, Any]:
         """The answer's object.
 
