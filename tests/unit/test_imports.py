@@ -31,6 +31,12 @@ def test_what_never_migrates_does_not_load_what_migrations_need(module: str) -> 
     assert "alembic" not in loaded_by(f"import {module}")
 
 
+def test_measuring_a_service_loads_no_part_of_it() -> None:
+    assert not {"torch", "numpy", "sqlalchemy", "rushes_worker"} & loaded_by(
+        "import rushes_cli.bench, rushes_cli.bench_service"
+    )
+
+
 def test_starting_everything_on_one_machine_loads_no_torch_in_the_starter() -> None:
     assert "torch" not in loaded_by("import rushes_cli.up, rushes_cli.demo, rushes_worker.media.validate")
 
