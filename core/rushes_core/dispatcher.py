@@ -4,20 +4,20 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from kombu.exceptions import OperationalError as BrokerError
 from redis import RedisError
-from sqlalchemy import Engine
+from sqlalchemy import Engine, Executable, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session
 
 from rushes_core import backlog, holds, measured, shares
 from rushes_core.campaigns import closing, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.campaigns.feeding import Feeder
 from rushes_core.campaigns.foresight import FORESEE_SECONDS, Foresight
-from rushes_core.database import create_sync_engine
+from rushes_core.database import EACH_ALONE, create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
 from rushes_core.queue import CAMPAIGN_QUEUE, MAX_HINTS, WEBHOOK_QUEUE, HintQueue
@@ -45,40 +45,37 @@ class Dispatcher:
 
     def __init__(self, settings: Settings) -> None:
         self._engine: Engine = create_sync_engine(settings, pool_size=4)
+        self._each_alone = self._engine.execution_options(**EACH_ALONE)
         self._hints = HintQueue(settings)
         self._webhook_hints = HintQueue(settings, queue=WEBHOOK_QUEUE)
         self._campaign_hints = HintQueue(settings, queue=CAMPAIGN_QUEUE)
-        self._seen_within_seconds = settings.lease_seconds
         self._feeder = Feeder(
-            self._engine, seen_within_seconds=self._seen_within_seconds, patience_seconds=settings.patience_seconds
+            self._engine, seen_within_seconds=settings.lease_seconds, patience_seconds=settings.patience_seconds
         )
-        self._foresight = Foresight(self._engine, seen_within_seconds=self._seen_within_seconds)
-        self._pool = settings.pool
+        self._foresight = Foresight(self._engine, seen_within_seconds=settings.lease_seconds)
+        # made once: SQLAlchemy takes many times longer to build them than to have them run
+        self._num_ready = backlog.num_ready(pool=settings.pool, limit=MAX_HINTS)
+        self._has_campaign_work = select(
+            or_(loading.is_any_to_load().scalar_subquery(), closing.is_any_to_end().scalar_subquery())
+        )
+        self._settle_shares = (shares.forgive_lag(), shares.bound_lag(seen_within_seconds=settings.lease_seconds))
 
     def hint(self) -> int:
         """Keep as many hints in Redis as jobs are ready, up to a bound; returns how many were sent."""
-        with Session(self._engine) as session:
-            ready = session.execute(backlog.num_ready(pool=self._pool, limit=MAX_HINTS)).scalar_one()
+        ready: int = self._answer(self._num_ready)
         return self._hints.top_up(ready) if ready else 0
 
     def hint_webhooks(self) -> int:
         """Wake a process that delivers webhooks while a delivery is due; returns how many hints were sent."""
-        with Session(self._engine) as session:
-            is_due = session.execute(deliveries.is_any_due()).scalar_one()
-        return self._webhook_hints.top_up(1) if is_due else 0
+        return self._webhook_hints.top_up(1) if self._answer(deliveries.is_any_due()) else 0
 
     def hint_campaigns(self) -> int:
         """Wake a process that loads and ends campaigns while there is one to work on; returns how many were sent."""
-        with Session(self._engine) as session:
-            has_work = (
-                session.execute(loading.is_any_to_load()).scalar_one()
-                or session.execute(closing.is_any_to_end()).scalar_one()
-            )
-        return self._campaign_hints.top_up(1) if has_work else 0
+        return self._campaign_hints.top_up(1) if self._answer(self._has_campaign_work) else 0
 
     def open_holds(self) -> None:
         """Let held jobs of keys with room become claimable, and hold those that are too many after a limit changed."""
-        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with self._each_alone.connect() as connection:
             for key in connection.scalars(holds.keys_to_open()).all():
                 while connection.execute(holds.open_holds(key)).scalar_one() >= holds.CHANGED_AT_ONCE:
                     pass
@@ -98,10 +95,7 @@ class Dispatcher:
 
     def settle_shares(self) -> None:
         """Keep what projects are owed to those whose work waits."""
-        for statement in (
-            shares.forgive_lag(),
-            shares.bound_lag(seen_within_seconds=self._seen_within_seconds),
-        ):
+        for statement in self._settle_shares:
             with self._engine.begin() as connection:
                 connection.execute(statement)
 
@@ -109,6 +103,10 @@ class Dispatcher:
         """Write what the phases of clips took lately."""
         with self._engine.begin() as connection:
             connection.execute(measured.measure())
+
+    def _answer(self, question: Executable) -> Any:
+        with self._each_alone.connect() as connection:
+            return connection.execute(question).scalar_one()
 
     def close(self) -> None:
         self._hints.close()

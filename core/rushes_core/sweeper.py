@@ -56,6 +56,11 @@ class Sweeper:
         self._retention_days = settings.retention_days
         self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
         self._reap_from = float("-inf")
+        # made once: SQLAlchemy takes longer to build them than to have them run
+        self._end_dead_attempts = jobs.reap()
+        self._expire_late_jobs = jobs.expire()
+        self._expire_files = files.expire()
+        self._forget_stale_replicas = replicas.forget_stale_replicas()
 
     def sweep(self) -> None:
         """End dead attempts, expire late jobs, forget silent replicas. Touches rows alone.
@@ -112,18 +117,18 @@ class Sweeper:
 
     def _reap(self) -> None:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.reap()):
+            for job in session.scalars(self._end_dead_attempts):
                 log.warning(
                     "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
                 )
 
     def _expire(self) -> None:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(jobs.expire()):
+            for job in session.scalars(self._expire_late_jobs):
                 log.info("job_expired", job_id=job.id)
-            session.execute(replicas.forget_stale_replicas())
+            session.execute(self._forget_stale_replicas)
         with self._engine.begin() as connection:
-            for file_id in connection.scalars(files.expire()):
+            for file_id in connection.scalars(self._expire_files):
                 log.info("file_expired", file_id=file_id)
 
     def _remove_objects_of(self, job: Job) -> int:

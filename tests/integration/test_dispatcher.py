@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 from redis import Redis
-from rushes_core import backlog, replicas
+from rushes_core import backlog, jobs, replicas, shares
+from rushes_core.campaigns import closing, feeding
 from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.models import Job, Replica
 from rushes_core.queue import MAX_HINTS
 from rushes_core.settings import Settings
+from rushes_core.sweeper import Sweeper
 from sqlalchemy import Engine, func, select, text, update
 from support.job_rows import MODEL, JobRows
 
@@ -42,6 +44,33 @@ def _serve(engine: Engine) -> None:
     values = {"pool": "default", "layout": "r1s1", "model": MODEL, "device": "cpu", "state": "ready", "epoch": 1}
     with engine.begin() as connection:
         connection.execute(replicas.upsert_replica("replica", **values))
+
+
+def test_what_is_asked_again_and_again_is_built_once(
+    settings: Settings, dispatcher: Dispatcher, rows: JobRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper = Sweeper(settings)
+
+    def build(*args: object, **values: object) -> None:
+        raise AssertionError("built again")
+
+    for module, name in (
+        (backlog, "num_ready"),
+        (closing, "is_any_to_end"),
+        (feeding, "standings"),
+        (shares, "forgive_lag"),
+        (shares, "bound_lag"),
+        (jobs, "reap"),
+        (jobs, "expire"),
+    ):
+        monkeypatch.setattr(module, name, build)
+    rows.add()
+    assert dispatcher.hint() == 1
+    dispatcher.hint_campaigns()
+    dispatcher.feed()
+    dispatcher.settle_shares()
+    sweeper.sweep()
+    sweeper.close()
 
 
 class TestHint:

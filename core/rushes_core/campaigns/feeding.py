@@ -152,6 +152,7 @@ class Feeder:
 
     def __init__(self, engine: Engine, *, seen_within_seconds: float, patience_seconds: float) -> None:
         self._engine = engine
+        self._standings = standings()
         self._patience = timedelta(seconds=patience_seconds)
         self._seen_within_seconds = seen_within_seconds
         self._was_open: dict[str, int] = {}
@@ -163,7 +164,7 @@ class Feeder:
     def feed(self) -> None:
         """Open and close what is due of every campaign, each in a transaction of its own."""
         with Session(self._engine, expire_on_commit=False) as session:
-            rows = session.execute(standings()).all()
+            rows = session.execute(self._standings).all()
         if not rows:
             self._was_open.clear()
             self._claimed.clear()
