@@ -78,9 +78,23 @@ def check_database_url(url: str) -> str:
     Raises:
         ValueError: `url` is not one of Postgres with the psycopg driver.
     """
-    if not re.match(r"postgresql\+psycopg://.", url):
-        raise ValueError(f"must be postgresql+psycopg://user:password@host:port/name{_without_secrets(url)}")
+    if not re.match(r"postgresql\+psycopg://.", url) or not _is_database_url(url):
+        raise ValueError(
+            f"must be postgresql+psycopg://user:password@host:port/name, the port in 1..65535{_without_secrets(url)}"
+        )
     return url
+
+
+def _is_database_url(url: str) -> bool:
+    # clients that speak HTTP read in this module and no database
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        port = make_url(url).port
+    except (ArgumentError, ValueError):
+        return False
+    return port is None or 1 <= port <= 65_535
 
 
 def check_redis_url(url: str) -> str:
@@ -88,8 +102,12 @@ def check_redis_url(url: str) -> str:
     Raises:
         ValueError: `url` is not one of Redis.
     """
-    if not re.match("rediss?://.", url):
-        raise ValueError(f"must be redis:// or rediss:// and a host{_without_secrets(url)}")
+    try:
+        is_one = bool(re.match("rediss?://.", url)) and urlsplit(url).port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise ValueError(f"must be redis:// or rediss:// and a host, the port in 1..65535{_without_secrets(url)}")
     return url
 
 

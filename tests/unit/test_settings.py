@@ -52,7 +52,16 @@ def test_a_missing_setting_is_named() -> None:
         ({"api_origin": "https://h/v1"}, "RUSHES_API_ORIGIN: 'https://h/v1' is no origin: https://host"),
         ({"webhook_hosts": "a.example,https://b"}, "RUSHES_WEBHOOK_HOSTS: 'https://b' is no host"),
         ({"database_url": "mysql://u:hush@h/d"}, r"RUSHES_DATABASE_URL: .*, got mysql://\[...\]@h/d"),
-        ({"database_url": "hush"}, r"RUSHES_DATABASE_URL: must be postgresql\+psycopg://user:password@host:port/name$"),
+        ({"database_url": "hush"}, r"RUSHES_DATABASE_URL: must be .*://user:password@host:port/name, .* in 1..65535$"),
+        (
+            {"database_url": "postgresql+psycopg://u:hush@h:65536/d"},
+            r"RUSHES_DATABASE_URL: .* in 1..65535, got .*@h:65536",
+        ),
+        ({"database_url": "postgresql+psycopg://u:hush@h:x/d"}, r"RUSHES_DATABASE_URL: .* in 1..65535, got .*@h:x/d"),
+        ({"database_url": "postgresql+psycopg://u:hush@[::1/d"}, r"RUSHES_DATABASE_URL: .*, got .*@\[::1/d"),
+        ({"redis_url": "redis://:hush@h:65536/0"}, r"RUSHES_REDIS_URL: .* in 1..65535, got redis://\[...\]@h:65536/0"),
+        ({"redis_url": "redis://:hush@h:0/0"}, r"RUSHES_REDIS_URL: .* in 1..65535, got redis://\[...\]@h:0/0"),
+        ({"redis_url": "redis://:hush@[::1/0"}, r"RUSHES_REDIS_URL: .*, got redis://\[...\]@\[::1/0"),
         (
             {"heartbeat_seconds": 20},
             "RUSHES_HEARTBEAT_SECONDS=20 must be at most half of RUSHES_LEASE_SECONDS=30",
