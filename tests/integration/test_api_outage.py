@@ -214,18 +214,31 @@ class TestStranded:
     """What a process asks of its own accord, when the connection that it has for that never answers again."""
 
     @pytest.fixture(autouse=True)
-    def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(patience, "WAIT_SECONDS", 0.3)
-        monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
+    def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # nothing is given up before it is stranded, however busy the machine is
+        monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(eta, "STALE_SECONDS", 60.0)
+        monkeypatch.setattr(readiness, "CHECK_SECONDS", 60.0)
+        monkeypatch.setattr(pauses, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(auth, "LOOKUP_SECONDS", 60.0)
         monkeypatch.setattr(eta, "REFRESH_SECONDS", 0.05)
-        monkeypatch.setattr(eta, "STALE_SECONDS", 2.0)
         monkeypatch.setattr(pauses, "MAX_AGE_SECONDS", 0.0)
+
+    @contextmanager
+    def stranded(self, proxy: FreezableProxy) -> Iterator[None]:
+        """Strand what is connected, and have what is asked on it given up soon; what is asked afterwards is not."""
+        proxy.strand()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patience, "WAIT_SECONDS", 0.3)
+            patch.setattr(eta, "STALE_SECONDS", 0.3)
+            yield
+        assert proxy.num_held, "the fault was not met"
 
     def run(self, settings: Settings, story: Callable[[Sessions, FreezableProxy], Coroutine[Any, Any, None]]) -> None:
         async def tell() -> None:
             with relayed(settings) as (through, proxy):
                 engine = create_api_engine(through, pool_size=1)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     await story(async_sessionmaker(engine, expire_on_commit=False), proxy)
                 await engine.dispose()
 
@@ -235,11 +248,11 @@ class TestStranded:
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
             known = pauses.Pauses(sessions)
             await known.refresh()
-            proxy.strand()
             with psycopg.connect(libpq_url(settings_env(api_settings)), autocommit=True) as other:
                 other.execute("INSERT INTO queue_pauses (project) VALUES ('stranded')")
                 try:
-                    await known.refresh()
+                    with self.stranded(proxy):
+                        await known.refresh()
                     assert not known.has("stranded")
                     while not known.has("stranded"):
                         await known.refresh()
@@ -253,9 +266,8 @@ class TestStranded:
             async with eta.forecasting(api_settings, sessions, model="tiny") as forecast:
                 while forecast.outlook is None:
                     await asyncio.sleep(0.01)
-                with capture_logs() as logs:
-                    proxy.strand()
-                    while "forecast_failed" not in [line["event"] for line in logs]:
+                with capture_logs() as logs, self.stranded(proxy):
+                    while not (proxy.num_held and "forecast_failed" in [line["event"] for line in logs]):
                         await asyncio.sleep(0.01)
                 before = forecast.outlook
                 while forecast.outlook in (None, before):
@@ -263,7 +275,7 @@ class TestStranded:
 
         self.run(api_settings, story)
 
-    def test_uses_of_keys_are_given_up(self, api_settings: Settings) -> None:
+    def test_uses_of_keys_are_given_up(self, api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         secret = keys.Secret.new()
         url = libpq_url(settings_env(api_settings))
 
@@ -274,11 +286,13 @@ class TestStranded:
             with psycopg.connect(url) as other, capture_logs() as logs:
                 # so that the use is not noted before nothing comes back any more
                 other.execute("SELECT FROM api_keys FOR UPDATE")
+                # it is given up so long after it was begun, and stranded before
+                monkeypatch.setattr(patience, "WAIT_SECONDS", 3.0)
                 assert (await known.caller([f"Bearer {secret.text}"])).is_stored
-                proxy.strand()
-                other.rollback()
-                while "use_of_keys_not_noted" not in [line["event"] for line in logs]:
-                    await asyncio.sleep(0.01)
+                with self.stranded(proxy):
+                    other.rollback()
+                    while "use_of_keys_not_noted" not in [line["event"] for line in logs]:
+                        await asyncio.sleep(0.01)
             await known.close()
 
         self.run(api_settings, story)
@@ -287,8 +301,7 @@ class TestStranded:
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
             watcher = watch.Watcher(sessions, max_waiting=1, max_waiting_per_key=1, on_change=lambda _: None)
             assert await watcher.story(new_video_id(), project="default") is None
-            proxy.strand()
-            with pytest.raises(Unavailable, match="did not answer"):
+            with self.stranded(proxy), pytest.raises(Unavailable, match="did not answer"):
                 await watcher.story(new_video_id(), project="default")
             assert await watcher.story(new_video_id(), project="default") is None
 
@@ -298,9 +311,6 @@ class TestStranded:
     def test_nothing_is_left_of_what_was_told_to_end(
         self, kind: str, api_settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # longer than this takes: what is asked is not given up before
-        monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
-        monkeypatch.setattr(eta, "STALE_SECONDS", 60.0)
         monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.05)
         monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
 
@@ -314,7 +324,8 @@ class TestStranded:
                 elif kind == "pulse":
                     beats = await stack.enter_async_context(pulse.beating(through))
                     while not beats.is_silent:
-                        proxy.strand()
+                        if not proxy.num_held:
+                            proxy.strand()
                         await asyncio.sleep(0.1)
                 else:
                     watching = watch.watching(through, sessions, on_change=lambda _: None)
@@ -324,20 +335,27 @@ class TestStranded:
                     while seat.seen is not None:
                         await asyncio.sleep(0.01)
                 proxy.strand()
-                # the next question is asked
-                await asyncio.sleep(0.2)
+                # until something was asked that is never answered
+                while not proxy.num_held:
+                    await asyncio.sleep(0.01)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         self.run(api_settings, story)
 
-    def test_readiness_is_seen_again(self, api_settings: Settings) -> None:
+    def test_readiness_is_seen_again(self, api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
             store = storage.ObjectStore(api_settings)
             checked = readiness.Readiness(api_settings, model="tiny", sessions=sessions, store=store)
             while (await checked.check())["database"] != "ok":
                 pass
+            monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
             proxy.strand()
+            # that is when the check is given up: much later than it is answered
+            monkeypatch.setattr(patience, "WAIT_SECONDS", 5.0)
             assert (await checked.check())["database"] == "did not answer within 0.2 seconds"
+            assert proxy.num_held
+            monkeypatch.setattr(readiness, "CHECK_SECONDS", 60.0)
+            monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
             while (await checked.check())["database"] != "ok":
                 pass
 

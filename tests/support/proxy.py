@@ -15,6 +15,7 @@ class FreezableProxy:
         self._flowing = threading.Event()
         self._flowing.set()
         self._stranded: list[threading.Event] = []
+        self._num_held = 0
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -32,6 +33,11 @@ class FreezableProxy:
         self._stranded.append(self._flowing)
         self._flowing = threading.Event()
         self._flowing.set()
+
+    @property
+    def num_held(self) -> int:
+        """How often something was sent on a frozen or stranded connection, and did not arrive at once."""
+        return self._num_held
 
     def __enter__(self) -> Self:
         self._spawn(self._accept)
@@ -64,19 +70,20 @@ class FreezableProxy:
                 server = socket.create_connection(self._target)
                 self._sockets.append(server)
                 flowing = self._flowing
-                self._spawn(_relay, client, server, flowing)
-                self._spawn(_relay, server, client, flowing)
+                self._spawn(self._relay, client, server, flowing)
+                self._spawn(self._relay, server, client, flowing)
+
+    def _relay(self, source: socket.socket, target: socket.socket, flowing: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                if not flowing.is_set():
+                    self._num_held += 1
+                flowing.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
 
 def _close(open_socket: socket.socket) -> None:
     with contextlib.suppress(OSError):
         open_socket.shutdown(socket.SHUT_RDWR)
     open_socket.close()
-
-
-def _relay(source: socket.socket, target: socket.socket, flowing: threading.Event) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65_536):
-            flowing.wait()
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
