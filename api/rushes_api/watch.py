@@ -6,7 +6,7 @@ happened meanwhile it hears afterwards.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from dataclasses import dataclass
@@ -216,7 +216,7 @@ class Watcher:
             found: dict[str, Story] = {}
             failure: Exception | None = None
             try:
-                found = await within(self._tell(list(asked)))
+                found = await within(self._read(events.stories_of(list(asked))))
             except TimeoutError:
                 failure = database_unavailable()
             except Exception as error:  # whatever it is, those who wait have to be told
@@ -231,10 +231,11 @@ class Watcher:
                     else:
                         answer.set_exception(failure)
 
-    async def _tell(self, asked: list[tuple[str, str]]) -> dict[str, Story]:
+    async def _read(self, statement: Select[Job, Any]) -> dict[str, Story]:
         async with self._sessions() as session:
             await session.connection(execution_options=EACH_ALONE)
-            return await _read(session, events.stories_of(asked))
+            rows = (await session.execute(statement)).all()
+        return {job.id: Story(job, Step.story(steps)) for job, steps in rows}
 
     def _refusal(self, api_key: str) -> ApiError | None:
         if self._taken[api_key] >= self._max_waiting_per_key:
@@ -252,7 +253,7 @@ class Watcher:
 
     async def _look_once(self) -> None:
         try:
-            await within(self._look())
+            await self._look()
         except (SQLAlchemyError, OSError) as error:
             if self._is_reachable:
                 log.warning("watch_failed", error=str(error).splitlines()[0])
@@ -265,26 +266,27 @@ class Watcher:
             self._is_reachable = True
 
     async def _look(self) -> None:
-        followed = list(self._seats)
-        async with self._sessions() as session:
-            await session.connection(execution_options=EACH_ALONE)
-            rows = (await session.execute(events.glimpses(followed))).all()
-            found = {glimpse.id: glimpse for glimpse in (Glimpse(*row) for row in rows)}
-            changed = self._changed(found.values())
-            stories = await _read(session, events.stories(changed)) if changed else {}
-        for job_id in followed:
+        # who sits down meanwhile may have seen more than this look
+        seated = {job_id: tuple(seats) for job_id, seats in self._seats.items()}
+        # each may take as long as the database lets it: what is slow is not asked in vain, again and again
+        found = await within(self._glimpses(list(seated)))
+        changed = [
+            glimpse.id
+            for glimpse in found.values()
+            if any(seat.seen and seat.seen.status != glimpse.status for seat in seated[glimpse.id])
+        ]
+        stories = await within(self._read(events.stories(changed))) if changed else {}
+        for job_id, seats in seated.items():
             story = stories.get(job_id)
             glimpse = found.get(job_id) if story is None else Glimpse.of(story.job)
-            for seat in self._seats.get(job_id, ()):
+            for seat in seats:
                 seat.offer(Update(glimpse, story))
 
-    def _changed(self, glimpses: Iterable[Glimpse]) -> list[str]:
-        """Of which of these jobs somebody has to hear more than progress."""
-        return [
-            glimpse.id
-            for glimpse in glimpses
-            if any(seat.seen and seat.seen.status != glimpse.status for seat in self._seats.get(glimpse.id, ()))
-        ]
+    async def _glimpses(self, job_ids: list[str]) -> dict[str, Glimpse]:
+        async with self._sessions() as session:
+            await session.connection(execution_options=EACH_ALONE)
+            rows = (await session.execute(events.glimpses(job_ids))).all()
+            return {glimpse.id: glimpse for glimpse in (Glimpse(*row) for row in rows)}
 
     def _everybody(self) -> list[Seat]:
         return [seat for seats in self._seats.values() for seat in seats]
@@ -323,11 +325,6 @@ async def watching(
         watcher.close()
         look.cancel()
         await asyncio.wait({look})
-
-
-async def _read(session: AsyncSession, statement: Select[Job, Any]) -> dict[str, Story]:
-    rows = (await session.execute(statement)).all()
-    return {job.id: Story(job, Step.story(steps)) for job, steps in rows}
 
 
 async def until_gone(receive: Receive) -> None:
