@@ -176,7 +176,7 @@ class TestCache:
             asked.append(len(digests))
             return find(digests)
 
-        monkeypatch.setattr(auth.keys, "find", counting)
+        monkeypatch.setattr(keys, "find", counting)
         return asked
 
     @staticmethod
