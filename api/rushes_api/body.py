@@ -70,7 +70,7 @@ def parse_body(body: bytes, *, content_types: list[str], content_encoding: str =
     if not body:
         raise _invalid("the request body is empty")
     if media_type == JSON:
-        return parse_json_object(_decoded(body))
+        return parse_json_object(body)
     if body.lstrip()[:1] == b"{":
         raise UnsupportedMedia(f"the body looks like JSON, but Content-Type is {media_type}; send {JSON}")
     items: Sequence[tuple[str, Value]]
@@ -84,15 +84,21 @@ def parse_body(body: bytes, *, content_types: list[str], content_encoding: str =
         raise ApiError(str(error), param=error.param, code=error.code) from error
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, as `parse_json` reads it."""
-    value = parse_json(text)
+def parse_json_object(body: bytes, *, max_depth: int = MAX_DEPTH, max_members: int = MAX_MEMBERS) -> dict[str, Any]:
+    """The JSON object that `body` is, as `parse_json` reads it.
+
+    Raises:
+        ApiError: it is none, or not in UTF-8.
+    """
+    value = parse_json(_decoded(body), max_depth=max_depth, max_members=max_members)
     if not isinstance(value, dict):
         raise _invalid(f"the request body must be a JSON object, got {_json_type(value)}")
     return cast("dict[str, Any]", value)
 
 
-def parse_json(text: str, *, what: str | None = None) -> Any:
+def parse_json(
+    text: str, *, what: str | None = None, max_depth: int = MAX_DEPTH, max_members: int = MAX_MEMBERS
+) -> Any:
     """The JSON value in `text`.
 
     Args:
@@ -102,7 +108,7 @@ def parse_json(text: str, *, what: str | None = None) -> Any:
         ApiError: it is no JSON that is read.
     """
     try:
-        return strict_json.parse_json(text, max_depth=MAX_DEPTH, max_members=MAX_MEMBERS)
+        return strict_json.parse_json(text, max_depth=max_depth, max_members=max_members)
     except DuplicateKey as error:
         name = printable(error.name if what is None else f"{what}.{error.name}")
         raise ApiError(f"duplicate key: {name}", param=name, code="duplicate_parameter") from error

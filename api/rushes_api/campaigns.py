@@ -5,28 +5,26 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from http import HTTPStatus
 from typing import Any, cast
 
 from anyio import to_thread
 from fastapi import Request, Response
-from rushes_core import files, strict_json
+from rushes_core import files
 from rushes_core.campaigns import loading, statements
 from rushes_core.campaigns.options import CampaignRequest
 from rushes_core.campaigns.tables import Campaign
 from rushes_core.campaigns.view import Batch
 from rushes_core.errors import InvalidRequest
-from rushes_core.fields import printable, shown
+from rushes_core.fields import shown
 from rushes_core.ids import new_campaign_id, new_file_id
 from rushes_core.models import File
 from rushes_core.storage import Upload, file_key
-from rushes_core.strict_json import DuplicateKey, InvalidJson
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import Submission
 from rushes_api.answer import answer
 from rushes_api.auth import Caller
-from rushes_api.body import JSON, MULTIPART, read_body
+from rushes_api.body import JSON, MULTIPART, parse_json_object, read_body
 from rushes_api.campaign_options import OPTION_PARAMETERS, joined, options_of
 from rushes_api.campaign_view import batch_in
 from rushes_api.deps import State
@@ -57,6 +55,8 @@ FORMATS: dict[str, str | None] = {
 """Media types of a body that is the file itself, and the format that each tells."""
 INLINE = "requests"
 """The member that has the lines of a campaign in its body."""
+INLINE_FORMAT = "jsonl"
+"""What they are stored as."""
 MAX_ACTIVE = 1_000
 """Campaigns of a project that have not ended."""
 MAX_MEMBERS = 100_000
@@ -136,10 +136,12 @@ async def _submit(
         raise ApiError(f"unknown parameter: {INLINE}", param=INLINE, code="unknown_parameter")
     if members.get("input_file_id") is not None:
         raise ApiError(f"{INLINE} and input_file_id exclude each other", param=INLINE)
+    if (told := members.get("input_format")) not in (None, INLINE_FORMAT):
+        raise ApiError(f"input_format must be {INLINE_FORMAT} with {INLINE}, got {shown(told)}", param="input_format")
 
     async def store(upload: Upload) -> tuple[str, dict[str, Any]]:
         await store_bytes(lines, upload, limiter=state["store_limiter"])
-        return "requests.jsonl", members | {"input_format": "jsonl"}
+        return f"{INLINE}.{INLINE_FORMAT}", members | {"input_format": INLINE_FORMAT}
 
     return await _stored(request, store, caller=caller, key=key, state=state)
 
@@ -175,17 +177,8 @@ async def _read_json(request: Request, state: State) -> tuple[dict[str, Any], by
 
 def _parsed(body: bytes) -> tuple[dict[str, Any], bytes | None]:
     if not body:
-        raise _invalid("the request body is empty")
-    try:
-        value = strict_json.parse_json(body, max_depth=MAX_DEPTH, max_members=MAX_MEMBERS)
-    except DuplicateKey as error:
-        name = printable(error.name)
-        raise ApiError(f"duplicate key: {name}", param=name, code="duplicate_parameter") from error
-    except InvalidJson as error:
-        raise _invalid(f"the request body {error}") from error
-    if not isinstance(value, dict):
-        raise _invalid("the request body must be a JSON object")
-    members = cast("dict[str, Any]", value)
+        raise ApiError("the request body is empty", code="invalid_body")
+    members = parse_json_object(body, max_depth=MAX_DEPTH, max_members=MAX_MEMBERS)
     found: object = members.pop(INLINE, None)
     if found is None:
         return members, None
@@ -390,7 +383,3 @@ async def _when_read(response: Response, campaign_id: str, *, project: str, stat
             if found is None or found.state != "validating":
                 return response if found is None else answer(await batch_in(session, found, state), headers=kept)
     return response
-
-
-def _invalid(message: str) -> ApiError:
-    return ApiError(message, code="invalid_body", status=HTTPStatus.BAD_REQUEST)

@@ -67,10 +67,12 @@ def parse_urlencoded(text: str, *, max_fields: int) -> list[tuple[str, str]]:
     """The fields of an `application/x-www-form-urlencoded` body, in order.
 
     Raises:
-        InvalidForm
+        InvalidForm: it is malformed, has more than `max_fields` fields, or text that is not UTF-8.
     """
+    if text.count("&") >= max_fields:
+        raise _too_many_fields(max_fields)
     try:
-        return parse_qsl(text, keep_blank_values=True, strict_parsing=True, errors="strict", max_num_fields=max_fields)
+        return parse_qsl(text, keep_blank_values=True, strict_parsing=True, errors="strict")
     except UnicodeDecodeError as error:
         raise InvalidForm("a field of the form is not valid UTF-8") from error
     except ValueError as error:
@@ -207,7 +209,7 @@ class _Collector(HeaderCollector):
 
     def _part_begin(self) -> None:
         if len(self.parts) == self._max_parts:
-            raise InvalidForm(f"the form has more than the {self._max_parts} fields that are read")
+            raise _too_many_fields(self._max_parts)
         part = _Part()
         self.parts.append(part)
         self._headers = part.headers
@@ -300,3 +302,7 @@ def _insert(members: dict[str, Any], path: list[str], value: Any, name: str) -> 
 
 def _ambiguous(name: str) -> InvalidForm:
     return InvalidForm(f"{name} is given both as a value and as a map or list", param=name)
+
+
+def _too_many_fields(max_fields: int) -> InvalidForm:
+    return InvalidForm(f"the form has more than the {max_fields} fields that are read")

@@ -244,6 +244,30 @@ class TestSending:
         )
         refused(clash, 400, "invalid_value", "input_format")
 
+    @pytest.mark.parametrize(
+        ("body", "reason"),
+        [
+            (b"", "is empty"),
+            (b"null", "must be a JSON object, got null"),
+            (b"[1]", "must be a JSON object, got an array"),
+            (b"{", "is not valid JSON"),
+            (b"\xef\xbb\xbf{}", "begins with a byte order mark"),
+            ('{"requests": [{"prompt": "x"}]}'.encode("utf-16"), "is not valid UTF-8: byte 0xff at 0"),
+        ],
+    )
+    def test_a_body_that_is_no_json_object_is_refused_as_any_other(
+        self, client: TestClient, campaigns: Campaigns, body: bytes, reason: str
+    ) -> None:
+        response = client.post("/v1/campaigns", content=body, headers={"Content-Type": "application/json"})
+        assert reason in refused(response, 400, "invalid_body")["message"]
+
+    @pytest.mark.parametrize("told", ["csv", "xml", 1])
+    def test_lines_in_the_body_have_one_format(self, client: TestClient, campaigns: Campaigns, told: Any) -> None:
+        body = {"requests": [{"prompt": "a dog"}], "input_format": told}
+        error = refused(client.post("/v1/campaigns", json=body), 400, "invalid_value", "input_format")
+        assert error["message"] == f"input_format must be jsonl with requests, got {told!r}"
+        made(client.post("/v1/campaigns", json=body | {"input_format": "jsonl"}))
+
     def test_a_member_in_query_and_body_is_refused(self, client: TestClient, campaigns: Campaigns) -> None:
         response = client.post("/v1/campaigns?name=a", json={"input_file_id": upload(client), "name": "b"})
         refused(response, 400, "duplicate_parameter", "name")
