@@ -3,13 +3,15 @@
     python loadtest/media.py finish --seconds 5 10 15 --rate 100 --pixels rgb24 yuv420p
     python loadtest/media.py presets
     python loadtest/media.py many --clips 500
+    python loadtest/media.py many --sizes 256x256 1344x768 --seconds 5 10 --env MALLOC_ARENA_MAX=2 MALLOC_ARENA_MAX=256
     python loadtest/media.py upload
 
 `finish` hands a media process the units of a clip at a rate of frames, as ranks do, or every frame when it is due, and
 prints a line of JSON for each clip; of several formats of pixels, each has a process of its own, and they take turns.
 `presets` encodes the scenes of `scenes.py` in every preset and compares what comes back with what went in. `many` has
-one process make clip after clip, and prints what it holds after each fifth of them. `upload` stores the clip of
-`finish` in a store on this machine, or the one that `RUSHES_*` names.
+a process make clip after clip, of sizes and lengths in random order, and prints what it holds after each fifth of them;
+of several environments, each has a process of its own, and they take turns. `upload` stores the clip of `finish` in a
+store on this machine, or the one that `RUSHES_*` names.
 """
 
 import argparse
@@ -58,7 +60,10 @@ def main() -> None:
     presets.set_defaults(run=_presets)
     many = actions.add_parser("many")
     many.add_argument("--clips", type=int, default=500)
-    many.add_argument("--size", default="480x480")
+    many.add_argument("--sizes", nargs="+", default=["480x480"])
+    many.add_argument("--seconds", type=float, nargs="+", default=[4.0])
+    many.add_argument("--encoders", type=int, default=2, help="segments at once (default 2)")
+    many.add_argument("--env", nargs="+", default=[""], metavar="NAME=VALUE", help="with commas for several variables")
     many.set_defaults(run=_many)
     upload = actions.add_parser("upload")
     upload.add_argument("--seconds", type=float, default=10.0)
@@ -194,23 +199,61 @@ def _yuv420(frames: np.ndarray) -> np.ndarray:
 
 
 def _many(arguments: argparse.Namespace) -> None:
-    width, height = map(int, arguments.size.split("x"))
-    frames = np.ascontiguousarray(scenes.drift(Clip.for_seconds(4).num_frames)[:, :height, :width])
-    settings = EncoderSettings(encoders=2)
-    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, MediaProcess(settings) as media:
-        for number in range(1, arguments.clips + 1):
-            _hand_over(media, Path(folder), frames, 0)
+    whole = scenes.drift(Clip.for_seconds(max(arguments.seconds)).num_frames)
+    clips: list[np.ndarray] = []
+    for size in arguments.sizes:
+        width, height = map(int, size.split("x"))
+        frames = np.ascontiguousarray(whole[:, :height, :width])
+        clips += [frames[: Clip.for_seconds(seconds).num_frames] for seconds in arguments.seconds]
+    order = np.random.default_rng(8).integers(len(clips), size=arguments.clips)
+    with tempfile.TemporaryDirectory(prefix="rushes-media-") as folder, ExitStack() as processes:
+        several = [_Many(env, arguments.encoders, Path(folder)) for env in arguments.env]
+        for one in several:
+            processes.enter_context(one.media)
+        for number, which in enumerate(order, 1):
+            for one in several:
+                one.make(clips[which])
             if number % max(1, arguments.clips // 5) == 0 or number == 10:
-                proc = Path(f"/proc/{media.pid}")
-                figures = {
-                    "case": "many",
-                    "clips": number,
-                    "rss_mib": round(_status_kib(media.pid, "VmRSS") / 1024, 1),
-                    "open_files": len(list((proc / "fd").iterdir())),
-                    "threads": len(list((proc / "task").iterdir())),
-                    "load_average": Path("/proc/loadavg").read_text().split()[0],
-                }
-                print(json.dumps(figures), flush=True)
+                # what a clip took is freed after it is told as finished
+                time.sleep(1.0)
+                for one in several:
+                    one.report()
+
+
+class _Many:
+    """A process that makes clip after clip, and what it holds and takes."""
+
+    def __init__(self, env: str, encoders: int, folder: Path) -> None:
+        self._env, self._folder = env, folder
+        variables = dict(variable.split("=", 1) for variable in env.split(",") if variable)
+        before = dict(os.environ)
+        os.environ.update(variables)
+        self.media = MediaProcess(EncoderSettings(encoders=encoders))
+        os.environ.clear()
+        os.environ.update(before)
+        self._waits: list[float] = []
+        self._cpu = _cpu_seconds(self.media.pid)
+
+    def make(self, frames: np.ndarray) -> None:
+        handed_over, ended, _ = _hand_over(self.media, self._folder, frames, 0)
+        self._waits.append(ended - handed_over[-1])
+
+    def report(self) -> None:
+        pid, cpu = self.media.pid, _cpu_seconds(self.media.pid)
+        figures = {
+            "case": "many",
+            "env": self._env,
+            "clips": len(self._waits),
+            "rss_mib": round(_status_kib(pid, "VmRSS") / 1024, 1),
+            "peak_mib": _status_kib(pid, "VmHWM") // 1024,
+            "virtual_mib": _status_kib(pid, "VmSize") // 1024,
+            "cpu_s_per_clip": round((cpu - self._cpu) / len(self._waits), 3),
+            "s_per_clip": round(sum(self._waits) / len(self._waits), 3),
+            "open_files": len(os.listdir(f"/proc/{pid}/fd")),
+            "threads": len(os.listdir(f"/proc/{pid}/task")),
+            "load_average": Path("/proc/loadavg").read_text().split()[0],
+        }
+        print(json.dumps(figures), flush=True)
 
 
 def _upload(arguments: argparse.Namespace) -> None:
