@@ -1,6 +1,7 @@
 """What clips leave behind when they end, well or badly: nothing, however many there are."""
 
 import os
+import platform
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -94,7 +95,43 @@ def test_clip_after_clip_takes_no_more_memory_files_or_threads(media: MediaProce
         # it answers before it has tidied up after an error
         wait_until(lambda: held(media) == idle)
         memory.append(status(media.pid, "VmRSS"))
-    assert max(memory[-12:]) - max(memory[12:24]) < 4_096
+    # nor before it has given back what a clip took
+    wait_until(lambda: status(media.pid, "VmRSS") < min(memory[12:24]) + 4_096)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what it sets is glibc's")
+def test_what_a_large_clip_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where glibc itself would give nothing back, and would make an arena for every thread."""
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_test=256")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**30))
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**25))
+    large = moving_frames(NUM_FRAMES, 1344, 768)
+    with MediaProcess(EncoderSettings(encoders=2)) as media:
+        begin(media, tmp_path, moving_frames(NUM_FRAMES))
+        media.finish(timeout=60)
+        small = status(media.pid, "VmRSS")
+        for _ in range(2):
+            begin(media, tmp_path, large)
+            media.finish(timeout=60)
+        wait_until(lambda: status(media.pid, "VmRSS") < small + 49_152)
+        begin(media, tmp_path, large)
+        media.abort()
+        wait_until(lambda: status(media.pid, "VmRSS") < small + 49_152)
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_an_operators_own_number_of_arenas_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", own)
+    with MediaProcess() as media:
+        begin(media, tmp_path, moving_frames(NUM_FRAMES))
+        media.finish(timeout=60)
+        variables = Path(f"/proc/{media.pid}/environ").read_bytes().split(b"\0")
+    assert f"MALLOC_ARENA_MAX={own or 2}".encode() in variables
 
 
 def test_a_process_killed_while_it_encodes_leaves_nothing(media: MediaProcess, tmp_path: Path) -> None:

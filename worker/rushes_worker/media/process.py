@@ -42,6 +42,9 @@ __all__ = ["ClipSpec", "MadeClip", "MediaProcess"]
 ABORT_SECONDS = 10.0
 """How long an abort may take, one unit's encoding included, before the process is killed instead."""
 _REAP_SECONDS = 5.0
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+"""glibc would make up to eight for every core, and `malloc_trim` leaves what is free at the end of any but the first.
+Other systems' malloc does not look at this."""
 
 
 class MediaProcess:
@@ -60,7 +63,8 @@ class MediaProcess:
             device: entry of `CUDA_VISIBLE_DEVICES` for a hardware encoder; empty: as it is in this process.
         """
         self._settings = settings or EncoderSettings()
-        self._environment = environment_without_secrets() | ({VISIBLE: device} if device else {})
+        # an operator's own bound counts
+        self._environment = _FEW_ARENAS | environment_without_secrets() | ({VISIBLE: device} if device else {})
         self._number = 0
         self._spec: ClipSpec | None = None
         self._inputs: list[Path] = []
