@@ -2,18 +2,20 @@
 
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from kombu.exceptions import OperationalError as BrokerError
 from redis import RedisError
-from sqlalchemy import Engine, Executable, or_, select
+from sqlalchemy import Boolean, Engine, Executable, column, exists, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from rushes_core import backlog, holds, measured, shares
-from rushes_core.campaigns import closing, loading
+from rushes_core.campaigns import closing, feeding, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.campaigns.feeding import Feeder
 from rushes_core.campaigns.foresight import FORESEE_SECONDS, Foresight
@@ -29,6 +31,8 @@ log = get_logger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How often dead leases, passed deadlines and deleted jobs are looked for."""
+UNSEEN_SECONDS = 1.0
+"""How often is done what nobody knows whether it is to be done."""
 PROGRESS_SECONDS = 5.0
 """How often campaigns are looked at for progress that is to be told."""
 TIDY_SECONDS = 60.0
@@ -58,7 +62,24 @@ class Dispatcher:
         self._has_campaign_work = select(
             or_(loading.is_any_to_load().scalar_subquery(), closing.is_any_to_end().scalar_subquery())
         )
+        self._glance = select(
+            exists(select(holds.keys_to_open().subquery())).label("holds"),
+            feeding.is_any_fed().scalar_subquery().label("feed"),
+            (self._num_ready.scalar_subquery() > 0).label("hint"),
+            deliveries.is_any_due().columns(column("is_due", Boolean)).scalar_subquery().label("webhook_hint"),
+            self._has_campaign_work.scalar_subquery().label("campaign_hint"),
+        )
         self._settle_shares = (shares.forgive_lag(), shares.bound_lag(seen_within_seconds=settings.lease_seconds))
+
+    def glance(self) -> frozenset[str]:
+        """Which of the passes that are repeated every moment have something to do, by their names in `run`.
+
+        All of them are asked about at once: mostly there is nothing, and to find that out five times is what an idle
+        dispatcher would spend its time on.
+        """
+        with self._each_alone.connect() as connection:
+            found = connection.execute(self._glance).one()._mapping  # pyright: ignore[reportPrivateUsage]
+        return frozenset(name for name, is_due in found.items() if is_due)
 
     def hint(self) -> int:
         """Keep as many hints in Redis as jobs are ready, up to a bound; returns how many were sent."""
@@ -125,12 +146,16 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     dispatcher, sweeper = Dispatcher(settings), Sweeper(settings)
+    called: dict[str, Callable[[], object]] = {
+        "holds": dispatcher.open_holds,
+        "feed": dispatcher.feed,
+        "hint": dispatcher.hint,
+        "webhook_hint": dispatcher.hint_webhooks,
+        "campaign_hint": dispatcher.hint_campaigns,
+    }
+    calls = Calls(dispatcher.glance, called)
     repeated: list[tuple[str, float, Callable[[], object]]] = [
-        ("holds", settings.dispatch_seconds, dispatcher.open_holds),
-        ("feed", settings.dispatch_seconds, dispatcher.feed),
-        ("hint", settings.dispatch_seconds, dispatcher.hint),
-        ("webhook_hint", settings.dispatch_seconds, dispatcher.hint_webhooks),
-        ("campaign_hint", settings.dispatch_seconds, dispatcher.hint_campaigns),
+        ("glance", settings.dispatch_seconds, calls.look),
         ("shares", shares.SETTLE_SECONDS, dispatcher.settle_shares),
         ("sweep", SWEEP_SECONDS, sweeper.sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
@@ -142,12 +167,15 @@ def run(settings: Settings) -> int:
     ]
     if settings.sweep_orphans:
         repeated.append(("orphans", ORPHAN_SECONDS, lambda: list(sweeper.orphans(delete=True))))
+    waits = [(name, partial(stop.wait, seconds), action) for name, seconds, action in repeated]
+    waits += [(name, partial(calls.wait, name), action) for name, action in called.items()]
     # a thread each: a store that hangs must not hold up what only Postgres is needed for
-    threads = [threading.Thread(target=_repeat, args=(stop, *each), name=each[0], daemon=True) for each in repeated]
+    threads = [threading.Thread(target=_repeat, args=(stop, *each), name=each[0], daemon=True) for each in waits]
     log.info("dispatcher_started", pool=settings.pool)
     for thread in threads:
         thread.start()
     stop.wait()
+    calls.end()
     for thread in threads:
         thread.join(_STOP_SECONDS)
     dispatcher.close()
@@ -156,9 +184,49 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def _repeat(stop: threading.Event, name: str, seconds: float, action: Callable[[], object]) -> None:
+class Calls:
+    """Calls those who mostly have nothing to do when there is something.
+
+    Args:
+        glance: who has something to do. While it fails, or does not end, all are called once in `UNSEEN_SECONDS`: what
+            holds it up need not hold up each of them.
+    """
+
+    def __init__(self, glance: Callable[[], Collection[str]], names: Iterable[str]) -> None:
+        self._glance = glance
+        self._called = {name: threading.Event() for name in names}
+        self._found: Collection[str] = ()
+        self._seen_at = float("-inf")
+
+    def look(self) -> None:
+        """Call whoever has something to do, and once more who had until now."""
+        found = self._glance()
+        for name in {*found, *self._found}:
+            self._called[name].set()
+        self._found = found
+        self._seen_at = time.monotonic()
+
+    def wait(self, name: str) -> bool:
+        """True when `name` is called, or at the end; False when nobody knows whether it should be."""
+        called = self._called[name]
+        while not called.wait(UNSEEN_SECONDS):
+            if time.monotonic() - self._seen_at >= UNSEEN_SECONDS:
+                return False
+        called.clear()
+        return True
+
+    def end(self) -> None:
+        """Call everybody: nobody is to wait any longer."""
+        for called in self._called.values():
+            called.set()
+
+
+def _repeat(stop: threading.Event, name: str, wait: Callable[[], object], action: Callable[[], object]) -> None:
     failing = False
-    while not stop.wait(seconds):
+    while True:
+        wait()
+        if stop.is_set():
+            return
         try:
             action()
         except (DBAPIError, PoolTimeout, BrokerError, RedisError, StorageError, OSError) as error:

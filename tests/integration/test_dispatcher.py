@@ -1,18 +1,21 @@
 """The dispatcher on real Postgres and Valkey: bounded hints for what is ready."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from redis import Redis
 from rushes_core import backlog, jobs, replicas, shares
+from rushes_core import dispatcher as dispatcher_module
 from rushes_core.campaigns import closing, feeding
 from rushes_core.database import create_sync_engine
-from rushes_core.dispatcher import Dispatcher
+from rushes_core.dispatcher import Calls, Dispatcher
 from rushes_core.models import Job, Replica
 from rushes_core.queue import MAX_HINTS
 from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy.exc import OperationalError
 from support.job_rows import MODEL, JobRows
 
 
@@ -71,6 +74,60 @@ def test_what_is_asked_again_and_again_is_built_once(
     dispatcher.settle_shares()
     sweeper.sweep()
     sweeper.close()
+
+
+class TestGlance:
+    def test_nobody_is_called_while_there_is_nothing_to_do(self, dispatcher: Dispatcher, rows: JobRows) -> None:
+        assert dispatcher.glance() == frozenset()
+        rows.add(run_at=func.now() + text("interval '1 hour'"))
+        assert dispatcher.glance() == frozenset()
+
+    def test_a_job_that_is_ready_calls_who_wakes_replicas(self, dispatcher: Dispatcher, rows: JobRows) -> None:
+        rows.add()
+        assert dispatcher.glance() == {"hint"}
+
+
+class TestCalls:
+    def test_who_has_something_to_do_is_called_and_once_more_when_it_is_done(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # who waits and was not called gives up at once
+        monkeypatch.setattr(dispatcher_module, "UNSEEN_SECONDS", 0.0)
+        found = iter([["hint"], [], []])
+        calls = Calls(lambda: next(found), ["hint", "feed"])
+        called: list[tuple[bool, bool]] = []
+        for _ in range(3):
+            calls.look()
+            called.append((calls.wait("hint"), calls.wait("feed")))
+        assert called == [(True, False), (True, False), (False, False)]
+
+    def test_who_is_not_called_waits_for_as_long_as_somebody_looks(self) -> None:
+        calls = Calls(frozenset, ["hint"])
+        calls.look()
+        returned = threading.Event()
+
+        def wait() -> None:
+            calls.wait("hint")
+            returned.set()
+
+        waits = threading.Thread(target=wait)
+        waits.start()
+        for _ in range(10):
+            calls.look()
+            assert not returned.wait(0.2)
+        calls.end()
+        waits.join()
+
+    def test_while_nobody_can_look_everybody_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatcher_module, "UNSEEN_SECONDS", 0.1)
+
+        def fail() -> list[str]:
+            raise OperationalError("glance", {}, Exception("locked"))
+
+        calls = Calls(fail, ["hint", "feed"])
+        with pytest.raises(OperationalError):
+            calls.look()
+        assert (calls.wait("hint"), calls.wait("feed")) == (False, False)
 
 
 class TestHint:

@@ -71,6 +71,15 @@ def open_ids(rows: JobRows) -> set[str]:
         return set(session.scalars(select(Job.id).where(Job.state == "queued", Job.hold.is_(None))))
 
 
+def test_a_key_with_room_calls_who_opens_its_jobs(rows: JobRows, dispatcher: Dispatcher) -> None:
+    limit(rows, 1)
+    assert dispatcher.glance() == frozenset()
+    rows.add(api_key=KEY)
+    assert dispatcher.glance() == {"holds"}
+    dispatcher.open_holds()
+    assert "holds" not in dispatcher.glance()
+
+
 class TestLimit:
     def test_no_more_than_max_running_jobs_of_a_key_may_be_claimed(self, rows: JobRows) -> None:
         limit(rows, 2)

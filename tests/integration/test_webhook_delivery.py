@@ -330,8 +330,10 @@ class TestSeveral:
         dispatcher = Dispatcher(settings)
         with Redis.from_url(settings.redis_url) as redis:
             assert dispatcher.hint_webhooks() == 0
+            assert dispatcher.glance() == frozenset()
             hooks.register(receiver.url())
             hooks.completed()
+            assert dispatcher.glance() == {"webhook_hint"}
             assert dispatcher.hint_webhooks() == 1
             assert dispatcher.hint_webhooks() == 0, "one is enough"
             assert redis.llen(WEBHOOK_QUEUE) == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Double, Engine, Select, column, func, literal_column, select, text, true
+from sqlalchemy import Double, Engine, Select, column, exists, func, literal_column, select, text, true
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
@@ -110,6 +110,14 @@ FROM jobs WHERE {live("queued", "claimed", "running", campaign="campaigns.id")}
 )
 
 
+_IS_FED = text("campaigns.state IN ('in_progress', 'cancelling')")
+
+
+def is_any_fed() -> Select[bool]:
+    """Whether `standings` has a row."""
+    return select(exists(select(Campaign.id).where(_IS_FED)))
+
+
 def standings() -> Select[*tuple[Any, ...]]:
     """Every campaign of which jobs may be open, with what `Standing` is made of; `now` is the same in all rows."""
     return (
@@ -121,7 +129,7 @@ def standings() -> Select[*tuple[Any, ...]]:
         )
         .join_from(Campaign, _COUNTS, true())
         .join(_LIVE, true())
-        .where(text("campaigns.state IN ('in_progress', 'cancelling')"))
+        .where(_IS_FED)
         .order_by(Campaign.id)
         .execution_options(populate_existing=True)
     )

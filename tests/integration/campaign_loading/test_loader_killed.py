@@ -189,15 +189,17 @@ def test_a_hint_waits_while_there_is_something_to_do(campaigns: Campaigns, setti
 
         def is_hinted() -> bool:
             redis.delete(CAMPAIGN_QUEUE)
+            is_called = "campaign_hint" in dispatcher.glance()
             sent = [dispatcher.hint_campaigns() for _ in range(3)]
-            assert sent in ([1, 0, 0], [0, 0, 0])
-            return sent[0] == 1
+            assert sent == [int(is_called), 0, 0]
+            return is_called
 
         assert not is_hinted()
         campaign_id = campaigns.submit(jsonl(*map(openai_line, range(2))))
         assert is_hinted()
         campaigns.load()
         assert not is_hinted()
+        assert dispatcher.glance() == {"feed"}
         campaigns.execute("UPDATE campaigns SET expires_at = now()")
         assert is_hinted()
         campaigns.end()
@@ -207,6 +209,7 @@ def test_a_hint_waits_while_there_is_something_to_do(campaigns: Campaigns, setti
         assert is_hinted()
         campaigns.end()
         assert not is_hinted()
+        assert dispatcher.glance() == frozenset()
     finally:
         redis.close()
         dispatcher.close()
