@@ -217,6 +217,32 @@ class TestDeletion:
         with SenderThread(settings):
             assert hooks.wait_for("failed").last_error == "too_old"
 
+    def test_the_end_that_was_given_up_is_told_of_with_the_job(self, hooks: Hooks, settings: Settings) -> None:
+        hooks.project_secret()
+        job = hooks.completed(URL)
+        endpoint_id = hooks.delivery().endpoint_id
+        hooks.set_endpoint(endpoint_id, failures=12, open_until=datetime.now(UTC) + timedelta(hours=1))
+        with hooks.engine.begin() as connection:
+            connection.execute(update(WebhookDelivery).values(created_at=func.now() - timedelta(days=6)))
+        with SenderThread(settings):
+            hooks.wait_for("failed")
+        assert hooks.jobs.read(job.id).webhook == {"state": "failed", "attempts": 0, "last_status": None}
+
+    def test_a_job_that_goes_on_is_not_told_of_by_what_was_given_up_before_its_end(
+        self, hooks: Hooks, settings: Settings
+    ) -> None:
+        hooks.project_secret()
+        job = hooks.add(URL, "video.started", "video.completed")
+        hooks.run()
+        before = hooks.jobs.read(job.id).webhook
+        delivery = hooks.delivery()
+        hooks.set_endpoint(delivery.endpoint_id, failures=12, open_until=datetime.now(UTC) + timedelta(hours=1))
+        with hooks.engine.begin() as connection:
+            connection.execute(update(WebhookDelivery).values(created_at=func.now() - timedelta(days=6)))
+        with SenderThread(settings):
+            assert hooks.wait_for("failed").last_error == "too_old"
+        assert hooks.jobs.read(job.id).webhook == before
+
 
 def _fence(hooks: Hooks, job: Job) -> int:
     fence = hooks.jobs.read(job.id).fence

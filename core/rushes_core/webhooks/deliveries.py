@@ -390,11 +390,17 @@ WITH old AS MATERIALIZED (
 ), given_up AS (
     UPDATE webhook_deliveries AS d SET state = 'failed', last_error = coalesce(d.last_error, 'too_old'),
         finished_at = now()
-    FROM old WHERE d.id = old.id RETURNING d.id, d.job_id, d.url, d.attempts, d.last_status
+    FROM old WHERE d.id = old.id RETURNING d.id, d.job_id, d.url, d.type, d.attempts, d.last_status
+), ended AS MATERIALIZED (  -- in one order, as when outcomes are settled
+    SELECT id FROM jobs WHERE id IN (
+        SELECT job_id FROM given_up WHERE url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
+    ) ORDER BY id FOR NO KEY UPDATE
 ), told AS (
     UPDATE jobs SET webhook = jsonb_build_object(
         'state', 'failed', 'attempts', given_up.attempts, 'last_status', given_up.last_status
-    ) FROM given_up WHERE jobs.id = given_up.job_id AND given_up.url IS NOT NULL
+    ) FROM given_up JOIN ended ON ended.id = given_up.job_id
+    WHERE jobs.id = given_up.job_id AND given_up.url IS NOT NULL
+        AND given_up.type NOT IN ('video.started', 'video.progress')
 )
 SELECT id FROM given_up
 """).bindparams(days=MAX_AGE_DAYS, limit=MAX_AT_ONCE)
