@@ -63,7 +63,8 @@ class Sweeper:
         self._forget_stale_replicas = replicas.forget_stale_replicas()
 
     def sweep(self) -> None:
-        """End dead attempts, expire late jobs, forget silent replicas. Touches rows alone.
+        """End dead attempts, expire late jobs, forget silent replicas. Touches nothing else: what holds that up must not
+        look like an outage.
 
         A database that was away took no renewal from anybody: when it is back, replicas get time to say that they
         live before their attempts are ended and count as crashes.
@@ -77,8 +78,12 @@ class Sweeper:
             raise
 
     def purge(self) -> None:
-        """Remove the objects of deleted jobs and what is in their rows of the request; and those of deleted files."""
+        """Remove the objects of deleted jobs and what is in their rows of the request; and those of files that were
+        deleted or have had their time."""
         self._remove_objects(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
+        with self._engine.begin() as connection:
+            for file_id in connection.scalars(self._expire_files):
+                log.info("file_expired", file_id=file_id)
         self._remove_objects(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
 
     def purge_again(self) -> None:
@@ -127,9 +132,6 @@ class Sweeper:
             for job in session.scalars(self._expire_late_jobs):
                 log.info("job_expired", job_id=job.id)
             session.execute(self._forget_stale_replicas)
-        with self._engine.begin() as connection:
-            for file_id in connection.scalars(self._expire_files):
-                log.info("file_expired", file_id=file_id)
 
     def _remove_objects_of(self, job: Job) -> int:
         destination = Destination.of(job.request)

@@ -204,7 +204,6 @@ class TestEnd:
         for _ in range(2):
             refused(client.get(url), 410, "file_expired")
             assert made["id"] not in client.get("/v1/files?limit=100").text
-            sweeper.sweep()
             sweeper.purge()
         assert store.head(file_key("default", made["id"])) is None
 

@@ -111,6 +111,15 @@ class TestSweep:
         with Session(rows.engine) as session:
             assert session.scalars(select(Replica.id)).all() == ["alive"]
 
+    def test_ends_dead_attempts_while_files_are_locked(self, sweeper: Sweeper, rows: JobRows) -> None:
+        with rows.engine.begin() as other:
+            other.execute(text("LOCK TABLE files"))
+            for _ in range(2):
+                dead = rows.running(lease_seconds=-2)
+                sweeper.sweep()
+                assert rows.read(dead.id).state is JobState.QUEUED
+                rows.run(jobs.cancel(dead.id, project="default"))
+
 
 class TestPurge:
     def test_removes_every_object_of_a_deleted_job_and_its_prompt(
