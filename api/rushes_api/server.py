@@ -6,9 +6,11 @@ import resource
 import socket
 from contextlib import nullcontext
 from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from rushes_core.errors import RushesError
 from rushes_core.ids import new_request_id
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
@@ -214,6 +216,35 @@ def _keep_for_good() -> None:
     """Have the garbage collector look no more at what start-up has made, which takes longer than many a request."""
     gc.collect()
     gc.freeze()
+
+
+def check_address(host: str, port: int) -> None:
+    """See that this process may listen there. Uvicorn would find out once the application has started, say so between
+    other lines of the log, and end with a status of its own.
+
+    Raises:
+        RushesError: it may not.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            _bind(family, kind, protocol, address)
+    except OSError as error:
+        raise RushesError(
+            f"cannot listen on port {port} of {host}: {error.strerror}; choose another with --host and --port"
+        ) from None
+
+
+def _bind(family: int, kind: int, protocol: int, address: Any) -> None:
+    try:
+        listener = socket.socket(family, kind, protocol)
+    except OSError:
+        # a family that this machine lacks, which the server passes over as well
+        return
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
 
 
 def serve(app: FastAPI, *, host: str, port: int, workers: int = 1) -> None:

@@ -145,7 +145,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         command.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
 
     api = commands.add_parser("api", help="run the HTTP API")
-    api.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    api.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     api.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}")
     api.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes that share it (default 1)")
     api.set_defaults(run=_api)
@@ -218,11 +218,12 @@ def _api(arguments: argparse.Namespace) -> int:
     settings = _settings_of_service()
 
     from rushes_api.app import create_app
-    from rushes_api.server import serve
+    from rushes_api.server import check_address, serve
     from rushes_core.served_model import ServedModel
 
     # what is wrong with it is one line here and a traceback in the server's start
     ServedModel.load(settings)
+    check_address(arguments.host, arguments.port)
     try:
         app = create_app(settings)
     except ValueError as error:
@@ -319,6 +320,13 @@ def _workers(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 64):
         raise argparse.ArgumentTypeError(f"workers must be in 1..64, got {text}")
     return int(text)
+
+
+def _host(text: str) -> str:
+    # an empty one is every address to a server, and to most people a variable that they forgot to set
+    if not text:
+        raise argparse.ArgumentTypeError("host must be a name or an address, got ''; 0.0.0.0 is every address")
+    return text
 
 
 def _port(text: str) -> int:

@@ -281,6 +281,22 @@ def is_up(port: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("host", "reason"), [("127.0.0.1", "Address already in use"), ("192.0.2.1", "Cannot assign requested address")]
+)
+def test_an_address_that_it_cannot_have_is_told_in_one_line(
+    checkpoint: Path, host: str, reason: str, workers: str
+) -> None:
+    env = os.environ | settings_env(offline_settings(checkpoint)) | {"RUSHES_LOG_LEVEL": "ERROR"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*RUSHES, "api", "--host", host, "--port", str(port), "--workers", workers]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    told = f"rushes api: cannot listen on port {port} of {host}: {reason}; choose another with --host and --port\n"
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
 def test_several_processes_share_a_port(checkpoint: Path, tmp_path: Path) -> None:
     with served_by_two(checkpoint, tmp_path) as (port, serving_pids):
         assert len(serving_pids()) == 2

@@ -222,6 +222,13 @@ def test_wrong_usage_ends_with_status_2(words: str) -> None:
     assert ended.value.code == 2
 
 
+def test_a_host_that_is_empty_is_not_every_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["api", "--host", ""])
+    assert ended.value.code == 2
+    assert "host must be a name or an address, got ''; 0.0.0.0 is every address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["5y", "9999999d", "tomorrow", "", "99999999999999"])
 def test_an_expiry_that_is_no_time_is_told_what_times_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
