@@ -63,8 +63,8 @@ class Sweeper:
         self._forget_stale_replicas = replicas.forget_stale_replicas()
 
     def sweep(self) -> None:
-        """End dead attempts, expire late jobs, forget silent replicas. Touches nothing else: what holds that up must not
-        look like an outage.
+        """End dead attempts, expire late jobs, forget silent replicas. Touches nothing else: what holds that up must
+        not look like an outage.
 
         A database that was away took no renewal from anybody: when it is back, replicas get time to say that they
         live before their attempts are ended and count as crashes.
