@@ -85,6 +85,8 @@ class HintQueue:
         with self._app.producer_or_acquire() as producer:
             for _ in range(missing):
                 self._app.send_task(WAKE_TASK, queue=self._queue, producer=producer)
+        # others may have counted before these were there; one hint is as good as another
+        self._redis.ltrim(self._queue, 0, MAX_HINTS - 1)
         return missing
 
     def close(self) -> None:

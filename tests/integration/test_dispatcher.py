@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from redis import Redis
@@ -11,7 +12,7 @@ from rushes_core.campaigns import closing, feeding
 from rushes_core.database import create_sync_engine
 from rushes_core.dispatcher import Calls, Dispatcher
 from rushes_core.models import Job, Replica
-from rushes_core.queue import MAX_HINTS
+from rushes_core.queue import MAX_HINTS, HintQueue
 from rushes_core.settings import Settings
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import Engine, func, select, text, update
@@ -174,6 +175,21 @@ class TestHint:
             )
         assert dispatcher.hint() == MAX_HINTS
         assert redis.llen(settings.gpu_queue) == MAX_HINTS
+
+    def test_is_bounded_however_many_send_at_once(self, redis: Redis, settings: Settings) -> None:
+        queues = [HintQueue(settings) for _ in range(3)]
+        together = threading.Barrier(len(queues))
+
+        def top_up(queue: HintQueue) -> None:
+            together.wait()
+            queue.top_up(MAX_HINTS)
+
+        redis.delete(settings.gpu_queue)
+        with ThreadPoolExecutor(len(queues)) as senders:
+            list(senders.map(top_up, queues))
+        assert redis.llen(settings.gpu_queue) == MAX_HINTS
+        for queue in queues:
+            queue.close()
 
     def test_does_not_count_what_is_to_start_later_however_much_it_is(
         self, dispatcher: Dispatcher, rows: JobRows
