@@ -22,7 +22,10 @@ class _Action(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         if self.module is not None:
             module, self.module = self.module, None
-            import_module(module).add_options(self)
+            try:
+                import_module(module).add_options(self)
+            except ModuleNotFoundError as error:
+                self.error(f"needs the extra worker: there is no module {error.name}")
         return super().parse_known_args(*arguments, **options)
 
 
