@@ -20,6 +20,8 @@ TIMEOUT = httpx.Timeout(60, connect=10)
 STREAM_TIMEOUT = httpx.Timeout(20, connect=10)
 """Of answers that are read as they come and go on where they broke off."""
 _RETRIED = (429, 502, 503, 504)
+_UNDER_WAY = "idempotency_in_progress"
+"""The code of a request that is sent again while the first one has no answer yet."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 5.0
 
@@ -160,7 +162,9 @@ class Client:
                 if answer.is_success:
                     return _object(answer)
                 refused = refusal(answer)
-                if answer.status_code not in _RETRIED or answer.headers.get("x-should-retry") == "false":
+                is_under_way = refused.code == _UNDER_WAY
+                is_passing = answer.status_code in _RETRIED and answer.headers.get("x-should-retry") != "false"
+                if not (is_under_way or is_passing):
                     raise refused
                 reason = str(refused)
                 wait = max(delay, retry_after(answer))
