@@ -49,15 +49,16 @@ def measure(run: Callable[[], object], *, launches: int = 20, warm_up: int = 3) 
 
 
 def measure_in_turn(
-    runs: Mapping[str, Callable[[], object]], *, seconds: float = 0.5, rounds: int = 2
+    runs: Mapping[str, Callable[[], object]], *, seconds: float = 0.5, rounds: int = 3
 ) -> dict[str, Timing]:
-    """Loops of `seconds`, one contender after the other and all of them `rounds` times: milliseconds of one launch at
-    the power and the clock that the device settles at. Median, least and most are of the rounds.
+    """Loops of `seconds`, one contender after the other and all of them `rounds` times after a round that does not
+    count: milliseconds of one launch at the power and the clock that the device settles at. Median, least and most are
+    of the rounds.
     """
     once = {name: measure(run, launches=3, warm_up=1).median_ms for name, run in runs.items()}
     launches = {name: max(1, round(seconds * 1e3 / once[name])) for name in runs}
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    for number in range(1 + rounds):
         for name, run in runs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -65,7 +66,8 @@ def measure_in_turn(
                 run()
             end.record()
             torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(end) / launches[name])
+            if number:
+                found[name].append(start.elapsed_time(end) / launches[name])
     return {name: Timing(median(ms), min(ms), max(ms), launches[name]) for name, ms in found.items()}
 
 
