@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,5 +67,7 @@ def _rank(rank: int, body: Callable[..., Any], size: int, device: str, folder: s
     if parallel.device.type == "cuda":
         # NCCL waits for ever for graphs of its work that are not collected yet
         torch.cuda.synchronize()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(0)
     dist.destroy_process_group()
