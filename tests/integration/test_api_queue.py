@@ -169,6 +169,23 @@ class TestWorkers:
         assert worker["status"] == "silent"
         assert (worker["checkpoint"], worker["precision"], worker["devices"]) == (None, None, [])
 
+    def test_a_job_that_it_has_lost_is_no_more_told_as_its_own(self, client: TestClient, driver: JobDriver) -> None:
+        def told() -> tuple[str | None, str | None]:
+            (worker,) = client.get("/v1/workers").json()["data"]
+            return worker["job_id"], worker["stage"]
+
+        video_id = posted(client, prompt="a dog")
+        driver.report_replica(model="tiny", state="ready")
+        job = driver.start(video_id)
+        driver.report(job, phase="denoising", completed_steps=1, progress=10)
+        with Session(driver.engine) as session, session.begin():
+            session.execute(update(Replica).values(job_id=video_id))
+        assert told() == (video_id, "denoising")
+        # as of a replica that was killed and whose job another one holds
+        with Session(driver.engine) as session, session.begin():
+            session.execute(update(Replica).values(id="host-r0#1-a"))
+        assert told() == (None, None)
+
     def test_they_are_listed_in_pages(self, client: TestClient, driver: JobDriver) -> None:
         for number in range(3):
             driver.report_replica(model="tiny", state="ready")

@@ -156,21 +156,22 @@ async def _overdue_at(session: AsyncSession, state: State) -> datetime:
     return now.astimezone(UTC) - timedelta(seconds=state["settings"].lease_seconds)
 
 
-async def _stages(session: AsyncSession, rows: Sequence[Replica]) -> Mapping[str, str | None]:
-    """The phases of the jobs on these replicas' ranks, by job."""
+async def _stages(session: AsyncSession, rows: Sequence[Replica]) -> Mapping[tuple[str | None, str], str | None]:
+    """The phases of the jobs on these replicas' ranks, by replica and job, but for those that they have lost."""
     job_ids = [row.job_id for row in rows if row.job_id is not None]
     if not job_ids:
         return {}
-    found = await session.execute(select(Job.id, Job.phase).where(Job.id.in_(job_ids)))
-    return {job_id: phase for job_id, phase in found.all()}  # noqa: C416  a Row is no pair to type checkers
+    held = select(Job.lease_owner, Job.id, Job.phase).where(Job.id.in_(job_ids), Job.lease_owner.is_not(None))
+    return {(owner, job_id): phase for owner, job_id, phase in (await session.execute(held)).all()}
 
 
-def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | None]) -> Worker:
+def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[tuple[str | None, str], str | None]) -> Worker:
     detail = replica.detail
     devices = detail.get("devices", [])
     checkpoint = detail.get("checkpoint")
     loading = detail.get("loading") if replica.state == "starting" else None
-    stage = None if replica.job_id is None else stages.get(replica.job_id)
+    job_id = replica.job_id if (replica.id, replica.job_id) in stages else None
+    stage = None if job_id is None else stages[replica.id, job_id]
     return Worker(
         id=replica.id.replace("#", "~"),
         object="worker",
@@ -190,7 +191,7 @@ def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[str, str | N
             )
             for device in devices
         ],
-        job_id=replica.job_id,
+        job_id=job_id,
         stage=stage if loading is None else "loading",
         loading=None if loading is None else WeightsLoading.model_validate(loading),
         started_at=int(replica.started_at.timestamp()),
