@@ -32,6 +32,9 @@ from rushes_worker.media.messages import (
 )
 from rushes_worker.wake import Wake
 
+_IDLE_SECONDS = 5.0
+"""After which memory goes back to the system: a clip that has to take it anew is finished 20 ms later."""
+
 
 class ClipInProgress:
     """The encoder of one clip and the unit files that wait for their turn.
@@ -131,17 +134,20 @@ class CommandLoop:
         self._wake = Wake()
 
     def run(self) -> None:
+        may_hold_memory = False
         try:
             while True:
-                wait([self._connection, self._wake.fileno()])
+                is_idle = may_hold_memory and self._clip is None
+                if not wait([self._connection, self._wake.fileno()], _IDLE_SECONDS if is_idle else None):
+                    _return_free_memory()
+                    may_hold_memory = False
+                    continue
                 self._wake.clear()
-                was_busy = self._clip is not None
                 if self._clip is not None:
                     self._attempt(self._clip.check)
                 if self._connection.poll():
                     self._obey(self._connection.recv())
-                if was_busy and self._clip is None:
-                    _return_free_memory()
+                may_hold_memory = may_hold_memory or self._clip is not None
         except (EOFError, ConnectionError):
             self._drop()
 
@@ -209,7 +215,7 @@ def main(parent_pid: int, descriptor: int) -> None:
 
 
 def _return_free_memory() -> None:
-    """Have glibc give the system what a clip left free: it would keep hundreds of MiB.
+    """Have glibc give the system what clips left free: it would keep hundreds of MiB.
 
     Other systems' malloc has no such call.
     """
