@@ -89,7 +89,9 @@ def _size(value: object) -> str:
 def metadata_of(value: object) -> dict[str, str]:
     """A map of strings within OpenAI's limits."""
     if not isinstance(value, dict):
-        raise PydanticCustomError("invalid_value", "must be a map of strings to strings")
+        raise PydanticCustomError(
+            "invalid_value", "must be a map of strings to strings, got {value}", {"value": shown(value)}
+        )
     pairs = cast("dict[object, object]", value)
     if len(pairs) > MAX_METADATA_PAIRS:
         raise PydanticCustomError(
@@ -98,16 +100,19 @@ def metadata_of(value: object) -> dict[str, str]:
             {"limit": MAX_METADATA_PAIRS, "count": len(pairs)},
         )
     for key, item in pairs.items():
-        for text, what, limit in ((key, "keys", MAX_METADATA_KEY), (item, "values", MAX_METADATA_VALUE)):
+        named = f"the value of {shown(key)}"
+        for text, what, limit in ((key, "a key", MAX_METADATA_KEY), (item, named, MAX_METADATA_VALUE)):
             if not isinstance(text, str) or len(text) > limit:
                 raise PydanticCustomError(
                     "invalid_value",
-                    "{what} must be strings of at most {limit} characters, got {value}",
+                    "{what} must be a string of at most {limit} characters, got {value}",
                     {"what": what, "limit": limit, "value": shown(text)},
                 )
             if not is_storable(text):
                 raise PydanticCustomError(
-                    "invalid_value", "{what} must be valid Unicode without NUL characters", {"what": what}
+                    "invalid_value",
+                    "{what} must be valid Unicode without NUL characters, got {value}",
+                    {"what": what, "value": shown(text)},
                 )
     return cast("dict[str, str]", pairs)
 
