@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 from rushes_core.errors import InvalidRequest, RushesError
+from rushes_core.prompt import check_prompt
 from rushes_core.request import parse
 
 from rushes_cli.local import LocalRushes, Parts
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts.check()
     try:
         parse(_request(arguments))
+        check_prompt(arguments.prompt)
     except InvalidRequest as error:
         raise UsageError(str(error)) from None
     try:

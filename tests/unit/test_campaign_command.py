@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_cli.campaigns import flags, manifest
-from rushes_cli.campaigns.client import from_environment
+from rushes_cli.campaigns.client import Client, Unreachable, from_environment
 from rushes_cli.campaigns.download import (
     Clip,
     clip_of,
@@ -344,3 +345,12 @@ def test_what_is_only_called_as_a_manifest_is_left_alone(
     assert main(["campaign", "download", CAMPAIGN_ID, str(tmp_path)]) == 2
     assert f"{path} is no manifest of a campaign" in capsys.readouterr().err
     assert path.read_text() == text
+
+
+@pytest.mark.timeout(30)
+def test_an_api_that_takes_connections_and_says_nothing_is_not_waited_for_longer_than_one_that_is_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        client = Client(f"http://127.0.0.1:{frozen.getsockname()[1]}", "a-key", patience=0.5)
+        with pytest.raises(Unreachable, match="timed out"):
+            client.get("/v1/workers")
+        client.close()

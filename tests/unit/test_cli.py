@@ -222,6 +222,17 @@ def test_wrong_usage_ends_with_status_2(words: str) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"), [("", "visible text"), ("x" * 65_537, "at most 65536 characters, got 65537")]
+)
+def test_a_prompt_that_no_model_may_see_starts_no_demo(
+    prompt: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--state", str(tmp_path / "state"), "--prompt", prompt]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_host_that_is_empty_is_not_every_address(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["api", "--host", ""])

@@ -16,7 +16,8 @@ from rushes_cli.main import UsageError
 DEFAULT_URL = "http://127.0.0.1:8000"
 PATIENCE_SECONDS = 60.0
 """How long an API that does not answer is asked again."""
-TIMEOUT = httpx.Timeout(60, connect=10)
+TIMEOUT_SECONDS, CONNECT_SECONDS = 60.0, 10.0
+"""Of one answer, unless somebody has less patience."""
 STREAM_TIMEOUT = httpx.Timeout(20, connect=10)
 """Of answers that are read as they come and go on where they broke off."""
 _RETRIED = (429, 502, 503, 504)
@@ -52,7 +53,7 @@ class Client:
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
-            timeout=TIMEOUT,
+            timeout=httpx.Timeout(min(TIMEOUT_SECONDS, patience), connect=min(CONNECT_SECONDS, patience)),
             # a proxy of the environment is not meant for this machine
             trust_env=urlsplit(url).hostname not in _LOCAL,
             limits=httpx.Limits(max_connections=None),
