@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from rushes_cli.bench_pipeline import check_kernels, transformer_flop
 from rushes_cli.bench_case import Case
+from rushes_cli.bench_pipeline import check_kernels, transformer_flop
 from rushes_cli.main import main
 from rushes_core.errors import InvalidOutput
 from rushes_kernels import plain
