@@ -27,6 +27,8 @@ def media(tmp_path: Path) -> Iterator[MediaProcess]:
     with MediaProcess(EncoderSettings(encoders=2)) as process:
         begin(process, tmp_path, moving_frames(NUM_FRAMES))
         process.finish(timeout=60)
+        # it answers before it has ended what worked on the clip
+        wait_until(lambda: status(process.pid, "Threads") == 1)
         for path in tmp_path.iterdir():
             path.unlink()
         yield process
