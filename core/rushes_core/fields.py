@@ -100,19 +100,21 @@ def metadata_of(value: object) -> dict[str, str]:
             {"limit": MAX_METADATA_PAIRS, "count": len(pairs)},
         )
     for key, item in pairs.items():
-        named = f"the value of {shown(key)}"
-        for text, what, limit in ((key, "a key", MAX_METADATA_KEY), (item, named, MAX_METADATA_VALUE)):
+        where = f" for {shown(key)}"
+        for text, what, limit, place in (
+            (key, "keys", MAX_METADATA_KEY, ""),
+            (item, "values", MAX_METADATA_VALUE, where),
+        ):
+            told = {"what": what, "limit": limit, "value": shown(text), "place": place}
             if not isinstance(text, str) or len(text) > limit:
                 raise PydanticCustomError(
-                    "invalid_value",
-                    "{what} must be a string of at most {limit} characters, got {value}",
-                    {"what": what, "limit": limit, "value": shown(text)},
+                    "invalid_value", "must have {what} of at most {limit} characters of text, got {value}{place}", told
                 )
             if not is_storable(text):
                 raise PydanticCustomError(
                     "invalid_value",
-                    "{what} must be valid Unicode without NUL characters, got {value}",
-                    {"what": what, "value": shown(text)},
+                    "must have {what} of valid Unicode without NUL characters, got {value}{place}",
+                    told,
                 )
     return cast("dict[str, str]", pairs)
 
