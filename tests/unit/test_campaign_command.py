@@ -3,7 +3,9 @@
 import hashlib
 import json
 import socket
+import threading
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +356,30 @@ def test_an_api_that_takes_connections_and_says_nothing_is_not_waited_for_longer
         with pytest.raises(Unreachable, match="timed out"):
             client.get("/v1/workers")
         client.close()
+
+
+def test_a_request_is_sent_again_with_its_key_while_the_first_one_has_no_answer() -> None:
+    keys: list[str] = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            keys.append(self.headers["Idempotency-Key"])
+            busy = {"error": {"message": "still being answered", "code": "idempotency_in_progress"}}
+            status, answer = (409, busy) if len(keys) < 3 else (200, {"id": "video_1"})
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", "a-key")
+        assert client.post("/v1/videos", {"prompt": "x"}) == {"id": "video_1"}
+        client.close()
+        server.shutdown()
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
