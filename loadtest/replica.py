@@ -11,6 +11,7 @@ embedded ones. Ends with status 1 when a job is not rendered.
 
 import argparse
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ from typing import Any
 
 import bench
 from replica_kills import STAGES, Kills
+from rushes_cli.bench_lengths import mixed
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Replica
 from rushes_worker.layout import Layout
-from worker_run import Record, Shape, WorkerRun, all_shapes, gpu_used_bytes, mixed
+from worker_run import Record, Shape, WorkerRun, all_shapes, gpu_used_bytes
 
 POLL_SECONDS = 0.1
 """How often an idle replica looks for a job: no dispatcher runs here whose hint would wake it."""
@@ -167,7 +169,7 @@ def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
     shapes = all_shapes(arguments.sizes, arguments.frames, arguments.tokens)
     # next to each other, so that replicas side by side have one of each
     warm = [shape for shape in shapes for _ in range(layout.replicas * arguments.warm_up)]
-    wanted = mixed(shapes, arguments.jobs, seed=arguments.seed)
+    wanted = mixed(shapes, arguments.jobs, random.Random(arguments.seed))
     jobs = Batch(run, shapes[:1] * layout.replicas if warm else wanted or shapes[:1])
     began = run.start()
     report_start(run, began=began, replicas=layout.replicas, seconds=arguments.limit)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
+from rushes_cli.bench_lengths import prompt_text
 from rushes_core.arrivals import CREATE
 from rushes_core.contract import load_contract
 from rushes_core.database import create_sync_engine
@@ -32,7 +32,6 @@ from sqlalchemy.orm import Session
 Record = dict[str, Any]
 """A record of the log; `at` is when it was written, in seconds since the epoch."""
 
-WORDS = "waves roll against the lighthouse at dusk while a gull calls over the harbour "
 STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.005
 _ROLES = ("rank", "supervisor", "media", "launcher")
@@ -60,13 +59,6 @@ def all_shapes(sizes: Sequence[str], frames: Sequence[int], tokens: Sequence[int
     """Every combination; a size is `WxH`."""
     edges = [tuple(map(int, size.split("x"))) for size in sizes]
     return [Shape(width, height, *rest) for (width, height), *rest in product(edges, frames, tokens)]
-
-
-def mixed(shapes: Sequence[Shape], count: int, *, seed: int) -> list[Shape]:
-    """`count` shapes in random order, each as often as the others."""
-    chosen = [shapes[index % len(shapes)] for index in range(count)]
-    random.Random(seed).shuffle(chosen)
-    return chosen
 
 
 class WorkerRun:
@@ -124,7 +116,7 @@ class WorkerRun:
                 "project": "default",
                 "model": self._model,
                 "priority": 1,
-                "prompt": (WORDS * (shape.tokens // len(WORDS) + 1))[: shape.tokens],
+                "prompt": prompt_text(shape.tokens),
                 "seed": self._seed,
                 "width": shape.width,
                 "height": shape.height,

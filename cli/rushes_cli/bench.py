@@ -4,6 +4,8 @@ import argparse
 from importlib import import_module
 from typing import Any
 
+from rushes_cli.main import Parser
+
 ACTIONS = {
     "service": "clips of a running service, for clients that wait for them",
     "pipeline": "prompt to MP4 on cuda:0, with the time of every stage",
@@ -12,11 +14,11 @@ ACTIONS = {
 }
 
 
-class _Action(argparse.ArgumentParser):
+class _Action(Parser):
     """Learns its options from its module when it is the one that was asked for: only `service` does without torch."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options | {"allow_abbrev": False})
+        super().__init__(*arguments, **options)
         self.module: str | None = None
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:

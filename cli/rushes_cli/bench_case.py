@@ -4,14 +4,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from rushes_core.captures import MAX_TEXT_CAPACITY
 from rushes_core.clip import Clip
-from rushes_core.fields import MAX_SEED
 from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pipeline.options import ATTENTION
 
-from rushes_cli.bench_prompt import prompt_text
+from rushes_cli.bench_lengths import add_length_options, check_lengths, prompt_text
 from rushes_cli.main import UsageError
 
 SYNTHETIC = "synthetic"
@@ -45,9 +43,7 @@ def add_clip_options(parser: argparse.ArgumentParser, *, warm_up: int, repeat: i
         metavar="DIR",
         help=f"a checkpoint, or `{SYNTHETIC}`: the released sizes with random weights, drawn on the GPU",
     )
-    parser.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="clip lengths (default 5)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000], help="prompt lengths (default 1000)")
-    parser.add_argument("--size", default="1344x768", help="canvas (default 1344x768)")
+    add_length_options(parser)
     parser.add_argument(
         "--repeat", type=int, default=repeat, help=f"clips that count, after --warm-up (default {repeat})"
     )
@@ -67,16 +63,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     for name, count, least in (("--repeat", arguments.repeat, 1), ("--warm-up", arguments.warm_up, 0)):
         if count < least:
             raise UsageError(f"{name} must be at least {least}, got {count}")
-    for tokens in arguments.tokens:
-        if not 1 <= tokens <= MAX_TEXT_CAPACITY:
-            raise UsageError(f"--tokens must be in 1..{MAX_TEXT_CAPACITY}, got {tokens}")
-    if not 0 <= arguments.seed <= MAX_SEED:
-        raise UsageError(f"--seed must be in 0..{MAX_SEED}, got {arguments.seed}")
-    try:
-        for seconds in arguments.seconds:
-            Clip.for_seconds(seconds)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
+    check_lengths(arguments)
     return [Case(width, height, seconds, tokens) for seconds in arguments.seconds for tokens in arguments.tokens]
 
 

@@ -33,6 +33,7 @@ from rushes_worker.pipeline.parts import Parts
 from rushes_worker.pixels import PixelFormat
 
 from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_folder
+from rushes_cli.bench_share import seconds_of
 
 MEDIA_SECONDS = 120.0
 TOP_KERNELS = 18
@@ -240,12 +241,7 @@ def _time_parts(checkpoint: Checkpoint, pipeline: FastH3Pipeline, case: Case, se
 def _seconds(part: Callable[[], object]) -> float:
     """Of the second call."""
     part()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    part()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return seconds_of(part, torch.device("cuda"))
 
 
 def _render(

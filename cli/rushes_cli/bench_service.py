@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from rushes_core.captures import MAX_TEXT_CAPACITY
 from rushes_core.clip import Clip
 from rushes_core.errors import RushesError
 from rushes_core.fields import MAX_SEED
+from rushes_core.states import FINAL_STATES
 
-from rushes_cli.bench_prompt import prompt_text
+from rushes_cli.bench_lengths import add_length_options, check_lengths, mixed, prompt_text
 from rushes_cli.campaigns.client import Client, Refused, Unreachable, from_environment
 from rushes_cli.main import UsageError
 from rushes_cli.signals import Interrupted, deferred, interruptible
@@ -39,7 +39,7 @@ CLEANING_PATIENCE_SECONDS = 5.0
 """How long an API that does not answer is asked to cancel or to delete."""
 MAX_CHARACTERS_A_TOKEN = 12
 SCOPES = "videos:write and videos:read"
-FINAL = ("completed", "failed", "cancelled", "expired")
+FINAL = frozenset(state.public_status for state in FINAL_STATES)
 ORIGIN = "rushes bench service"
 """What the metadata of every job says of it."""
 
@@ -49,9 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Speaks with the API at RUSHES_URL (default http://127.0.0.1:8000), with the key RUSHES_KEY: one with the "
         f"scopes {SCOPES}. Renders real clips, which take GPU time, and deletes them."
     )
-    parser.add_argument("--seconds", type=float, nargs="+", default=[5.0], help="clip lengths (default 5)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000], help="prompt lengths (default 1000)")
-    parser.add_argument("--size", default="1344x768", help="canvas (default 1344x768)")
+    add_length_options(parser)
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1], metavar="C", help="clients, one run for each (default 1)"
     )
@@ -84,7 +82,6 @@ class Done:
     """How a request ended. `latency` is in seconds, and so are both parts of it that the service tells."""
 
     shape: Shape
-    id: str
     status: str
     code: str | None
     """Of the error, unless it completed."""
@@ -210,7 +207,6 @@ class Run:
         error = video.get("error") or {}
         ended = Done(
             shape,
-            video["id"],
             video["status"],
             error.get("code"),
             latency,
@@ -285,16 +281,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.warm_up < 0:
         raise UsageError(f"--warm-up must be at least 0, got {arguments.warm_up}")
-    if not 0 <= arguments.seed <= MAX_SEED:
-        raise UsageError(f"--seed must be in 0..{MAX_SEED}, got {arguments.seed}")
-    for tokens in arguments.tokens:
-        if not 1 <= tokens <= MAX_TEXT_CAPACITY:
-            raise UsageError(f"--tokens must be in 1..{MAX_TEXT_CAPACITY}, got {tokens}")
-    for seconds in arguments.seconds:
-        try:
-            Clip.for_seconds(seconds)
-        except ValueError as error:
-            raise UsageError(f"--{error}") from None
+    check_lengths(arguments)
 
 
 def _shapes(client: Client, arguments: argparse.Namespace) -> list[Shape]:
@@ -352,13 +339,6 @@ def prompt_of(client: Client, body: dict[str, Any], tokens: int) -> str:
 
 def _validated(client: Client, body: dict[str, Any]) -> dict[str, Any]:
     return client.post("/v1/videos/validate", body)
-
-
-def mixed(shapes: Sequence[Shape], count: int, order: random.Random) -> list[Shape]:
-    """`count` of them in random order, each as often as the others, or once more."""
-    chosen = [shapes[index % len(shapes)] for index in range(count)]
-    order.shuffle(chosen)
-    return chosen
 
 
 def figures(run: Run, arguments: argparse.Namespace, url: str, repeats: int) -> dict[str, Any]:

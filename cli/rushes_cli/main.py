@@ -109,7 +109,7 @@ def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Takes options by their whole names: what the beginning of one means may change with a release. The parsers of
     its subcommands are of the same kind."""
 
@@ -118,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="rushes", description="An asynchronous render queue for FastH3.")
+    parser = Parser(prog="rushes", description="An asynchronous render queue for FastH3.")
     parser.add_argument("--version", action="version", version=f"rushes {version('rushes')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

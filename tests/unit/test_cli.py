@@ -56,7 +56,7 @@ def run(arguments):
         print("a line of text")
     return 0
 
-parser = main._Parser()
+parser = main.Parser()
 parser.set_defaults(run=run, command="list")
 main._parser = lambda words: parser
 sys.exit(main.main([]))
