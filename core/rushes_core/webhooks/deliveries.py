@@ -211,8 +211,30 @@ def claim(
 _WHY_OFF = """CASE WHEN e.deleted_at IS NOT NULL THEN 'endpoint_deleted'
     WHEN e.disabled_reason = 'request' THEN 'endpoint_disabled' ELSE e.disabled_reason END"""
 
-_SETTLE = text(
+_SETTLED = "CASE settled.state WHEN 'delivered' THEN 'delivered' WHEN 'pending' THEN 'pending' ELSE 'failed' END"
+
+
+def _told(rows: str, *, state: str = "'failed'", where: str = "true") -> str:
+    """Common table expressions by which jobs say how it went to tell of their end, as `rows` of deliveries do.
+
+    Args:
+        state: of the job's webhook, by a row.
+        where: a row counts.
     """
+    its_end = f"{rows}.url IS NOT NULL AND {rows}.type NOT IN ('video.started', 'video.progress') AND {where}"
+    # in one order, whoever does it: a job may be told of by several at once
+    return f"""ended AS MATERIALIZED (
+    SELECT id FROM jobs WHERE id IN (SELECT job_id FROM {rows} WHERE {its_end}) ORDER BY id FOR NO KEY UPDATE
+), told AS (
+    UPDATE jobs SET webhook = jsonb_build_object(
+        'state', {state}, 'attempts', {rows}.attempts, 'last_status', {rows}.last_status
+    ) FROM {rows} JOIN ended ON ended.id = {rows}.job_id
+    WHERE jobs.id = {rows}.job_id AND {its_end}
+)"""
+
+
+_SETTLE = text(
+    f"""
 WITH outcomes AS MATERIALIZED (
     SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcome (
         id text, fence bigint, state text, status smallint, error text, duration_ms bigint, excerpt text,
@@ -231,18 +253,7 @@ WITH outcomes AS MATERIALIZED (
 ), logged AS (
     INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
     SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
-), ended AS MATERIALIZED (  -- in one order, whoever settles: a job may be told of by several at once
-    SELECT id FROM jobs WHERE id IN (
-        SELECT job_id FROM settled WHERE url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
-    ) ORDER BY id FOR NO KEY UPDATE
-), told AS (
-    UPDATE jobs SET webhook = jsonb_build_object(
-        'state', CASE settled.state WHEN 'delivered' THEN 'delivered' WHEN 'pending' THEN 'pending' ELSE 'failed' END,
-        'attempts', settled.attempts, 'last_status', settled.last_status
-    ) FROM settled JOIN ended ON ended.id = settled.job_id
-    WHERE jobs.id = settled.job_id AND settled.url IS NOT NULL
-        AND settled.type NOT IN ('video.started', 'video.progress')
-), sums AS (
+), {_told("settled", state=_SETTLED)}, sums AS (
     SELECT endpoint_id, bool_or(state = 'delivered') AS succeeded,
         count(*) FILTER (WHERE error IS NOT NULL AND NOT is_gone) AS failed,
         max(hold) AS hold, bool_or(is_gone) AND bool_or(url IS NULL) AS is_gone
@@ -336,7 +347,7 @@ def reap() -> TextClause:
     It is made again at once. One that takes its sender along time and again goes on by the schedule, and fails at
     its end.
     """
-    return text("""
+    return text(f"""
 WITH dead AS MATERIALIZED (
     SELECT id, coalesce(last_error = 'sender_lost', false) AS again FROM webhook_deliveries
     WHERE state = 'delivering' AND lease_until < now()
@@ -354,18 +365,7 @@ WITH dead AS MATERIALIZED (
         lease_until = NULL, last_error = 'sender_lost',
         next_at = now() + make_interval(secs => coalesce(delay, 0) * (1 + :jitter * (2 * random() - 1)))
     FROM judged WHERE d.id = judged.id RETURNING d.id, d.attempts, d.job_id, d.url, d.type, d.state, d.last_status
-), ended AS MATERIALIZED (  -- in one order, as when outcomes are settled
-    SELECT id FROM jobs WHERE id IN (
-        SELECT job_id FROM back
-        WHERE state = 'failed' AND url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
-    ) ORDER BY id FOR NO KEY UPDATE
-), told AS (
-    UPDATE jobs SET webhook = jsonb_build_object(
-        'state', 'failed', 'attempts', back.attempts, 'last_status', back.last_status
-    ) FROM back JOIN ended ON ended.id = back.job_id
-    WHERE jobs.id = back.job_id AND back.state = 'failed' AND back.url IS NOT NULL
-        AND back.type NOT IN ('video.started', 'video.progress')
-)
+), {_told("back", where="back.state = 'failed'")}
 INSERT INTO webhook_attempts (delivery_id, number, error) SELECT id, attempts, 'sender_lost' FROM back
 RETURNING delivery_id, number
 """).bindparams(max_attempts=MAX_ATTEMPTS, max_days=MAX_AGE_DAYS, delays=list(DELAYS), jitter=JITTER)
@@ -382,7 +382,7 @@ WHERE d.id = held.id AND d.fence = held.fence AND d.state = 'delivering'
 
 def give_up() -> TextClause:
     """Fail what has waited too long, for an endpoint that was never well enough. Ids."""
-    return text("""
+    return text(f"""
 WITH old AS MATERIALIZED (
     SELECT d.id FROM webhook_endpoints AS e JOIN webhook_deliveries AS d ON d.endpoint_id = e.id
     WHERE e.failures > 0 AND d.state = 'pending' AND d.created_at < now() - make_interval(days => :days)
@@ -391,17 +391,7 @@ WITH old AS MATERIALIZED (
     UPDATE webhook_deliveries AS d SET state = 'failed', last_error = coalesce(d.last_error, 'too_old'),
         finished_at = now()
     FROM old WHERE d.id = old.id RETURNING d.id, d.job_id, d.url, d.type, d.attempts, d.last_status
-), ended AS MATERIALIZED (  -- in one order, as when outcomes are settled
-    SELECT id FROM jobs WHERE id IN (
-        SELECT job_id FROM given_up WHERE url IS NOT NULL AND type NOT IN ('video.started', 'video.progress')
-    ) ORDER BY id FOR NO KEY UPDATE
-), told AS (
-    UPDATE jobs SET webhook = jsonb_build_object(
-        'state', 'failed', 'attempts', given_up.attempts, 'last_status', given_up.last_status
-    ) FROM given_up JOIN ended ON ended.id = given_up.job_id
-    WHERE jobs.id = given_up.job_id AND given_up.url IS NOT NULL
-        AND given_up.type NOT IN ('video.started', 'video.progress')
-)
+), {_told("given_up")}
 SELECT id FROM given_up
 """).bindparams(days=MAX_AGE_DAYS, limit=MAX_AT_ONCE)
 
