@@ -10,7 +10,7 @@ from rushes_core.events import stories_of
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.settings import Settings
-from rushes_core.states import JobState
+from rushes_core.states import JobState, Phase
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 from support.api import API_KEY, AUTHORIZED, ApiProcess, JobDriver, ThreadedApi
@@ -293,7 +293,9 @@ def test_a_real_worker_is_followed_to_the_end(
     assert max(progress) < 100
     steps = [event.data["completed_steps"] for event in seen if event.name == "progress"]
     assert steps == sorted(steps)
-    assert set(range(1, 9)) <= set(steps)
-    phases = [event.data["phase"] for event in seen if event.name == "progress" and event.data["phase"]]
-    assert list(dict.fromkeys(phases))[:2] == ["encoding", "denoising"]
+    # what is over between two looks is not told
+    assert len(set(steps) & set(range(1, 9))) > 1
+    phases = [Phase(event.data["phase"]) for event in seen if event.name == "progress" and event.data["phase"]]
+    assert Phase.DENOISING in phases
+    assert phases == sorted(phases, key=list(Phase).index)
     assert seen[-1].data["status"] == JobState.COMPLETED
