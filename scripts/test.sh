@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs all tests in three parts at once: those that mostly compute beside those that mostly wait, for a server or for
-# workers. Each has servers, ports and folders of its own. The reports of the last two come whole after that of the first.
+# workers. Each has servers, ports and folders of its own. The reports of the last two come whole after that of the first,
+# and at the end what failed in any of them.
 # Tests marked `long` are left out. With arguments: one pytest that gets them.
 set -u
 cd "$(dirname "$0")/.."
@@ -40,8 +41,11 @@ computing=$!
 workers=$!
 ignored="--ignore $FUZZ"
 for path in $WORKERS; do ignored="$ignored --ignore $path"; done
+mkfifo "$work/pipe"
+tee "$work/waiting" <"$work/pipe" &
+shown=$!
 # shellcheck disable=SC2086
-.venv/bin/python -c "$HEED" .venv/bin/pytest -m 'not long' $ignored tests/integration &
+.venv/bin/python -c "$HEED" .venv/bin/pytest -m 'not long' $ignored tests/integration >"$work/pipe" 2>&1 &
 waiting=$!
 
 # The exit status of a child, however often a signal interrupts the waiting.
@@ -59,7 +63,9 @@ status_of $workers
 workers_status=$?
 status_of $computing
 computing_status=$?
+status_of $shown
 cat "$work/workers" "$work/computing"
+grep -hE '^(FAILED|ERROR) ' "$work/waiting" "$work/workers" "$work/computing" && echo 'make test: the tests named above failed'
 for status in $interrupted $waiting_status $workers_status $computing_status; do
     [ "$status" -eq 0 ] || exit "$status"
 done
