@@ -25,6 +25,8 @@ if beside or "--ignore" in sys.argv:
         time.sleep(0.01)
 try:
     print(f"report of {{name}}, nice {{os.nice(0)}}", flush=True)
+    if "STATUS_" + name in os.environ:
+        print(f"FAILED tests/test_{{name}}.py::test_it", flush=True)
     pathlib.Path(name + ".runs").touch()
     time.sleep({seconds})
 except KeyboardInterrupt:
@@ -64,6 +66,12 @@ def test_all_parts_run_at_once_and_are_shown_whole(root: Path) -> None:
     levels = {"waiting": here, "workers": here, "computing": min(19, here + 10)}
     expected = [f"report of {name}, nice {levels[name]}" for name in PARTS]
     assert done.stdout.splitlines() == expected
+
+
+def test_what_failed_in_any_part_is_named_at_the_end(root: Path) -> None:
+    done = run(root, waiting=1, workers=1)
+    failed = [f"FAILED tests/test_{name}.py::test_it" for name in ("waiting", "workers")]
+    assert done.stdout.splitlines()[-3:] == [*failed, "make test: the tests named above failed"]
 
 
 def test_every_test_is_in_one_part(root: Path) -> None:
