@@ -11,6 +11,7 @@ from rushes_core.errors import InvalidRequest
 from rushes_core.request import Webhook
 from rushes_core.settings import Settings
 from rushes_core.webhooks import endpoints, guard
+from rushes_core.webhooks.deliveries import NOT_TOLD_YET as NOT_TOLD_YET
 from rushes_core.webhooks.guard import Guard, Lookup, Target, look_up
 from rushes_core.webhooks.signing import PublicKeys, Vault, WebhooksNotConfigured
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,8 +21,6 @@ from rushes_api.errors import ApiError
 LOOKUP_THREADS = 256
 MAX_PROJECT_LOOKUPS = 16
 """Of these, of one project: a name whose servers are silent holds its thread long after the request was answered."""
-NOT_TOLD_YET: dict[str, Any] = {"state": "pending", "attempts": 0, "last_status": None}
-"""The summary that a job with a `webhook_url` begins with."""
 
 
 class Webhooks:

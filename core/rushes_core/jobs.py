@@ -33,6 +33,7 @@ from rushes_core.holds import CAMPAIGN, initial_hold
 from rushes_core.models import Job, JobAttempt, Replica
 from rushes_core.predicates import IS_LEASED, IS_QUEUED, in_states
 from rushes_core.states import FINAL_STATES, LEASED_STATES, RETRYABLE_STATES, JobState, sources
+from rushes_core.webhooks.deliveries import NOT_TOLD_YET
 
 RESTART_GRACE = timedelta(seconds=5)
 """How long after the database's start holders may still give back leases that ran out while it was down."""
@@ -391,6 +392,7 @@ def retry(job_id: str, *, project: str) -> ReturningUpdate[Job]:
             started_at=None,
             finished_at=None,
             cancel_requested_at=None,
+            webhook=case((Job.webhook.is_not(None), literal(NOT_TOLD_YET, Job.webhook.type))),
             **_NO_PROGRESS,
         )
         .returning(Job)

@@ -76,7 +76,8 @@ class Hooks:
         if url is not None:
             types = list(events) or ["video.completed", "video.failed", "video.cancelled", "video.expired"]
             request["webhook"] = endpoints.job_webhook(self.guard.check_url(url), types, project=project)
-        return self.jobs.add(request=request, project=project)
+        summary = None if url is None else deliveries.NOT_TOLD_YET
+        return self.jobs.add(request=request, project=project, webhook=summary)
 
     def run(self) -> Job:
         """Start the one queued job."""

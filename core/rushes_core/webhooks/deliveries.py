@@ -34,6 +34,8 @@ MAX_AT_ONCE = 5_000
 """Rows that a statement touches at most; one that touched so many is to be repeated."""
 
 BY_REQUEST = "request"
+NOT_TOLD_YET: dict[str, Any] = {"state": "pending", "attempts": 0, "last_status": None}
+"""What a job with a `webhook_url` says of it until its end was to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +224,21 @@ def _told(rows: str, *, state: str = "'failed'", where: str = "true") -> str:
         where: a row counts.
     """
     its_end = f"{rows}.url IS NOT NULL AND {rows}.type NOT IN ('video.started', 'video.progress') AND {where}"
-    # in one order, whoever does it: a job may be told of by several at once
+    # in one order, whoever does it: a job may be told of by several at once. What was taken once stays told, whatever
+    # becomes of a redelivery
     return f"""ended AS MATERIALIZED (
-    SELECT id FROM jobs WHERE id IN (SELECT job_id FROM {rows} WHERE {its_end}) ORDER BY id FOR NO KEY UPDATE
+    SELECT id, generation FROM jobs WHERE id IN (SELECT job_id FROM {rows} WHERE {its_end})
+    ORDER BY id FOR NO KEY UPDATE
+), latest AS (  -- not the ends of before a retry
+    SELECT DISTINCT ON (ended.id) ended.id, {state} AS state, {rows}.attempts, {rows}.last_status
+    FROM {rows} JOIN ended ON ended.id = {rows}.job_id
+        JOIN outbox AS o ON o.event_id = {rows}.event_id AND o.generation = ended.generation
+    WHERE {its_end} ORDER BY ended.id, {state} = 'delivered' DESC, {rows}.id DESC
 ), told AS (
     UPDATE jobs SET webhook = jsonb_build_object(
-        'state', {state}, 'attempts', {rows}.attempts, 'last_status', {rows}.last_status
-    ) FROM {rows} JOIN ended ON ended.id = {rows}.job_id
-    WHERE jobs.id = {rows}.job_id AND {its_end}
+        'state', latest.state, 'attempts', latest.attempts, 'last_status', latest.last_status
+    ) FROM latest
+    WHERE jobs.id = latest.id AND (latest.state = 'delivered' OR jobs.webhook ->> 'state' IS DISTINCT FROM 'delivered')
 )"""
 
 
@@ -248,8 +257,8 @@ WITH outcomes AS MATERIALIZED (
         next_at = CASE o.state WHEN 'pending' THEN now() + make_interval(secs => o.delay) ELSE d.next_at END,
         finished_at = CASE WHEN o.state <> 'pending' THEN now() END
     FROM outcomes AS o WHERE d.id = o.id AND d.fence = o.fence AND d.state = 'delivering'
-    RETURNING d.id, d.endpoint_id, d.kind, d.job_id, d.url, d.state, d.attempts, d.sequence, d.type, d.last_status,
-        o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.is_gone
+    RETURNING d.id, d.endpoint_id, d.kind, d.event_id, d.job_id, d.url, d.state, d.attempts, d.sequence, d.type,
+        d.last_status, o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.is_gone
 ), logged AS (
     INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
     SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
@@ -364,7 +373,8 @@ WITH dead AS MATERIALIZED (
         step = CASE WHEN again AND NOT is_over THEN step + 1 ELSE step END,
         lease_until = NULL, last_error = 'sender_lost',
         next_at = now() + make_interval(secs => coalesce(delay, 0) * (1 + :jitter * (2 * random() - 1)))
-    FROM judged WHERE d.id = judged.id RETURNING d.id, d.attempts, d.job_id, d.url, d.type, d.state, d.last_status
+    FROM judged WHERE d.id = judged.id RETURNING d.id, d.attempts, d.event_id, d.job_id, d.url, d.type, d.state,
+        d.last_status
 ), {_told("back", where="back.state = 'failed'")}
 INSERT INTO webhook_attempts (delivery_id, number, error) SELECT id, attempts, 'sender_lost' FROM back
 RETURNING delivery_id, number
@@ -390,7 +400,8 @@ WITH old AS MATERIALIZED (
 ), given_up AS (
     UPDATE webhook_deliveries AS d SET state = 'failed', last_error = coalesce(d.last_error, 'too_old'),
         finished_at = now()
-    FROM old WHERE d.id = old.id RETURNING d.id, d.job_id, d.url, d.type, d.attempts, d.last_status
+    FROM old WHERE d.id = old.id RETURNING d.id, d.event_id, d.job_id, d.url, d.type, d.attempts,
+        d.last_status
 ), {_told("given_up")}
 SELECT id FROM given_up
 """).bindparams(days=MAX_AGE_DAYS, limit=MAX_AT_ONCE)
