@@ -246,11 +246,11 @@ def _replica(arguments: argparse.Namespace) -> int:
     if arguments.timeline is not None:
         arguments.timeline.mkdir(parents=True, exist_ok=True)
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:
-        raise RushesError(f"needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
+        raise UsageError(f"--sp {arguments.sp} needs {arguments.sp} CUDA devices, found {torch.cuda.device_count()}")
     if arguments.weights != SYNTHETIC:
         open_checkpoint(Path(arguments.weights))
     elif arguments.device != "cuda":
-        raise RushesError(f"--weights {SYNTHETIC} needs CUDA devices")
+        raise UsageError(f"--weights {SYNTHETIC} needs CUDA devices")
     encoder = EncoderSettings(encoders=default_encoders())
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as name, MediaProcess(encoder) as media:
         folder = Path(name)

@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from rushes_core.errors import RushesError
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.released import synthetic_checkpoint
 from rushes_worker.layout import SERVED_DEGREES
@@ -125,11 +124,11 @@ def _share(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.rank < arguments.sp:
         raise UsageError(f"--rank must be in 0..{arguments.sp - 1}, got {arguments.rank}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RushesError("needs a CUDA device, or --device cpu")
+        raise UsageError(f"--device {arguments.device}: found no CUDA device; --device cpu needs none")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RushesError(f"--device {arguments.device}: found {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(f"--device {arguments.device}: found {torch.cuda.device_count()} CUDA devices")
     if arguments.weights == SYNTHETIC and device.type != "cuda":
-        raise RushesError(f"--weights {SYNTHETIC} needs a CUDA device")
+        raise UsageError(f"--weights {SYNTHETIC} needs a CUDA device")
     with tempfile.TemporaryDirectory(prefix="rushes-bench-") as folder:
         started = time.perf_counter()
         if arguments.weights == SYNTHETIC:

@@ -48,7 +48,7 @@ UNUSABLE = OUTCOMES["failed"]
 _STATUSES = """\
 exit status of watch and of submit --follow: 0 all items completed, 3 some did not, 4 the campaign failed as a whole,
 5 cancelled, 6 expired; of submit --dry-run: 0 every line is good, 3 some are not, 4 none is, or the file is unreadable;
-of download: 3 a clip is missing or the campaign goes on; of all: 1 an error, 2 wrong usage, 130 Ctrl-C"""
+of download: 3 a clip is missing or the campaign goes on; others as `rushes --help` says"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

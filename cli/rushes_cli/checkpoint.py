@@ -5,11 +5,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rushes_core.errors import RushesError
 from rushes_worker.checkpoint.directory import COMPONENTS, MAX_LISTED, Examination, examine
 from rushes_worker.checkpoint.family import recognise
 from rushes_worker.checkpoint.inventory import (
@@ -21,7 +19,7 @@ from rushes_worker.checkpoint.inventory import (
 )
 from rushes_worker.checkpoint.tiny import PROFILES, write_tiny_checkpoint
 
-Action = Callable[[argparse.Namespace], int]
+from rushes_cli.main import UsageError
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,12 +32,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     tiny.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     tiny.add_argument("--profile", choices=list(PROFILES), default="demo", help="sizes (default demo)")
     tiny.add_argument("--force", action="store_true", help="replace what DIR holds")
-    tiny.set_defaults(run=_reporting(_tiny))
+    tiny.set_defaults(run=_tiny)
 
     inspect = actions.add_parser("inspect", help="say what a directory holds and whether it would serve")
     inspect.add_argument("directory", type=Path, metavar="DIR")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.set_defaults(run=_reporting(_inspect))
+    inspect.set_defaults(run=_inspect)
 
     check = actions.add_parser("verify", help="compare every file with a SHA-256 inventory")
     check.add_argument("directory", type=Path, metavar="DIR")
@@ -47,27 +45,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     source.add_argument("--inventory", type=Path, metavar="FILE", help="default: the inventory in DIR")
     source.add_argument("--write", type=Path, metavar="FILE", help="write an inventory of DIR instead of verifying")
     check.add_argument("--revision", metavar="REV", help="the revision that DIR must be, or that --write records")
-    check.set_defaults(run=_reporting(_verify))
-
-
-def _reporting(action: Action) -> Action:
-    """`action`, with what a user can cause told in one line instead of a traceback."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            return action(arguments)
-        except (RushesError, ValueError) as error:
-            print(f"rushes checkpoint {arguments.action}: {error}", file=sys.stderr)
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            print(f"rushes checkpoint {arguments.action}: {where}{error.strerror or error}", file=sys.stderr)
-        return 1
-
-    return run
+    check.set_defaults(run=_verify)
 
 
 def _tiny(arguments: argparse.Namespace) -> int:
-    write_tiny_checkpoint(arguments.directory, seed=arguments.seed, profile=arguments.profile, force=arguments.force)
+    try:
+        write_tiny_checkpoint(
+            arguments.directory, seed=arguments.seed, profile=arguments.profile, force=arguments.force
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     size = sum(path.stat().st_size for path in arguments.directory.rglob("*") if path.is_file())
     print(f"{arguments.directory}: tiny checkpoint, profile {arguments.profile}, {_bytes(size)}")
     return 0

@@ -94,7 +94,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     revoke.set_defaults(run=_revoke)
 
     for action in (show, change, rotate, revoke):
-        action.add_argument("id", metavar="KEY", help="its id, key_...")
+        action.add_argument("id", type=_argument(_key_id), metavar="KEY", help="its id, key_...")
     for action in (create, listing, show, change, rotate, revoke):
         action.add_argument("--json", action="store_true", default=False, help="print one JSON object a line")
 
@@ -111,6 +111,12 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{error}, got {text}") from None
 
     return checked
+
+
+def _key_id(text: str) -> str:
+    if not is_key_id(text):
+        raise ValueError("must be the id of a key, key_ and 26 characters")
+    return text
 
 
 def _number_or_none(text: str) -> int | None:
@@ -212,9 +218,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def _find(key_id: str, session: Session) -> tuple[ApiKey, ApiKeyUsage | None]:
-    found = None
-    if is_key_id(key_id):
-        found = session.execute(keys.with_usage().where(ApiKey.id == key_id)).first()
+    found = session.execute(keys.with_usage().where(ApiKey.id == key_id)).first()
     if found is None:
         raise RushesError(f"no API key with id {key_id}: `rushes keys list` lists them")
     return found

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rushes_core.errors import RushesError
+from rushes_core.errors import InvalidRequest, RushesError
 
 # a subcommand's own modules are imported when it runs: `rushes --version` needs neither torch nor a database driver
 if TYPE_CHECKING:
@@ -21,13 +21,18 @@ DEFAULT_PORT = 8000
 Loaded = TypeVar("Loaded")
 
 
+_STATUSES = """\
+exit status of every command: 0 it is done; 2 an option, an argument or a variable is wrong, and nothing was begun;
+1 what was asked for is refused by API, database, store, checkpoint or machine, or failed; 130 Ctrl-C, but for what runs
+until it is stopped; 141 nobody reads what it prints"""
+
+
 class UsageError(Exception):
     """What the operator gave is wrong: one line, exit status 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 Ctrl-C, 141
-    nobody reads what it prints."""
+    """Run the command line and return its exit status, by the rule that `rushes --help` prints."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _main(words)
@@ -38,19 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     arguments = _parser(words).parse_args(words)
+    return status_of(f"rushes {arguments.command}", lambda: arguments.run(arguments))
+
+
+def status_of(program: str, run: Callable[[], int]) -> int:
+    """The status that `run` returns, or that of what it raises, which is told in a line that begins with `program`."""
     try:
-        status = arguments.run(arguments)
+        status = run()
         sys.stdout.flush()
         return status
-    except UsageError as error:
-        return _complain(arguments, str(error), 2)
+    except (UsageError, InvalidRequest) as error:
+        # a request that the API refuses comes back as another error: this one was never sent
+        problem, status = str(error), 2
     except (RushesError, ValueError) as error:
-        return _complain(arguments, str(error), 1)
+        problem, status = str(error), 1
     except OSError as error:
         if isinstance(error, BrokenPipeError) and not _is_read():
             return 141
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(arguments, f"{where}{error.strerror or error}", 1)
+        problem, status = f"{where}{error.strerror or error}", 1
+    print(f"{program}: {problem}", file=sys.stderr)
+    return status
 
 
 def _is_read() -> bool:
@@ -104,11 +117,6 @@ def warn_of_unknown_variables() -> None:
         print(f"rushes: warning: {name} is no setting and changes nothing{advice}", file=sys.stderr)
 
 
-def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:
-    print(f"rushes {arguments.command}: {message}", file=sys.stderr)
-    return status
-
-
 class Parser(argparse.ArgumentParser):
     """Takes options by their whole names: what the beginning of one means may change with a release. The parsers of
     its subcommands are of the same kind."""
@@ -118,7 +126,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = Parser(prog="rushes", description="An asynchronous render queue for FastH3.")
+    parser = Parser(
+        prog="rushes",
+        description="An asynchronous render queue for FastH3.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"rushes {version('rushes')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

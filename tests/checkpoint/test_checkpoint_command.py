@@ -1,6 +1,5 @@
 """`rushes checkpoint tiny | inspect | verify`: what is printed, and one clear line for whatever a user gets wrong."""
 
-import argparse
 import json
 import os
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rushes_cli import checkpoint
+from rushes_cli.main import main
 from rushes_worker.checkpoint.directory import open_checkpoint
 from support.checkpoints import edit_json
 
@@ -17,12 +16,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    parser = argparse.ArgumentParser(prog="rushes")
-    checkpoint.add_parser(parser.add_subparsers(required=True))
-
     def call(*words: object) -> tuple[int, str, str]:
-        arguments = parser.parse_args(["checkpoint", *map(str, words)])
-        code = arguments.run(arguments)
+        code = main(["checkpoint", *map(str, words)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -39,12 +34,12 @@ class TestTiny:
     def test_content_is_not_overwritten(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "mine").touch()
         code, _, err = run("tiny", tmp_path)
-        assert (code, err) == (1, f"rushes checkpoint tiny: {tmp_path}: not empty\n")
+        assert (code, err) == (2, f"rushes checkpoint: {tmp_path}: not empty\n")
 
     def test_file_is_refused(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         code, _, err = run("tiny", tmp_path / "file")
-        assert (code, err) == (1, f"rushes checkpoint tiny: {tmp_path / 'file'}: not a directory\n")
+        assert (code, err) == (2, f"rushes checkpoint: {tmp_path / 'file'}: not a directory\n")
 
 
 class TestInspect:

@@ -13,7 +13,7 @@ import pytest
 from rushes_cli.campaigns import manifest
 from rushes_cli.campaigns.client import Client
 from rushes_cli.campaigns.download import Clip, Fetcher, NotFetched, alone_in, fetch_all
-from rushes_cli.main import UsageError
+from rushes_core.errors import RushesError
 
 DATA = bytes(range(256)) * 2_000
 
@@ -179,7 +179,7 @@ class TestDownload:
         assert not store.requests
 
     def test_a_directory_takes_one_download_at_a_time(self, tmp_path: Path) -> None:
-        with alone_in(tmp_path), pytest.raises(UsageError, match="another download"), alone_in(tmp_path):
+        with alone_in(tmp_path), pytest.raises(RushesError, match="another download"), alone_in(tmp_path):
             pass
         with alone_in(tmp_path):
             assert not list(tmp_path.iterdir())

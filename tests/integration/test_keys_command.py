@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rushes_cli.main import main
+from rushes_core.ids import new_key_id
 from rushes_core.settings import Settings
 from starlette.testclient import TestClient
 from support.keys import bearer
@@ -128,27 +129,38 @@ class TestKeys:
 
 
 class TestErrors:
-    def test_what_is_wrong_is_one_line(self, fails: Command, rushes: Command) -> None:
+    def test_what_the_database_refuses_is_one_line_and_status_1(self, fails: Command, rushes: Command) -> None:
         assert "no project none: make it with `rushes projects create none`" in fails(
             "keys", "create", "a", "--project", "none"
         )
         assert "no project none" in fails("keys", "list", "--project", "none")
-        assert "no API key with id key_1" in fails("keys", "revoke", "key_1")
-        assert "max_queued" in fails("keys", "create", "a", "--max-queued", "-1")
-        assert "expires_at must lie ahead" in fails("keys", "create", "a", "--expires", "2001-01-01T00:00:00Z")
-        assert "overlap_seconds" in fails("keys", "rotate", create(rushes)["id"], "--overlap", "31d")
-        assert "nothing to change" in fails("keys", "change", "key_1", status=2)
-        assert "no API key with id key_1" in fails("keys", "change", "key_1", "--max-running", "1")
-        assert "max_running" in fails("keys", "change", "key_1", "--max-running", "0")
-        assert "compat must be openai or null, got 'azure'" in fails("keys", "change", "key_1", "--compat", "azure")
-        assert "lower-case" in fails("projects", "create", "Film")
+        nobody = new_key_id()
+        for words in (("show",), ("revoke",), ("rotate",), ("change", "--max-running", "1")):
+            assert f"no API key with id {nobody}: `rushes keys list` lists" in fails("keys", *words, nobody)
         rushes("projects", "create", "twice")
         assert "there is a project twice already" in fails("projects", "create", "twice")
         assert "no project none" in fails("projects", "change", "none", "--weight", "2")
-        assert "weight" in fails("projects", "change", "twice", "--weight", "0")
         revoked = create(rushes)["id"]
         rushes("keys", "revoke", revoked)
         assert "was revoked or has expired" in fails("keys", "rotate", revoked)
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ("keys create a --max-queued -1", "max_queued"),
+            ("keys create a --expires 2001-01-01T00:00:00Z", "expires_at must lie ahead"),
+            ("keys create a --project No", "project"),
+            ("keys rotate {key} --overlap 31d", "overlap_seconds"),
+            ("keys change {key}", "nothing to change"),
+            ("keys change {key} --max-running 0", "max_running"),
+            ("keys change {key} --compat azure", "compat must be openai or null, got 'azure'"),
+            ("projects create Film", "lower-case"),
+            ("projects create film --weight 0", "weight"),
+            ("projects change default --weight 0", "weight"),
+        ],
+    )
+    def test_a_value_that_cannot_be_is_one_line_and_status_2(self, fails: Command, words: str, told: str) -> None:
+        assert told in fails(*words.format(key=new_key_id()).split(), status=2)
 
     @pytest.mark.parametrize(
         "words",
@@ -158,6 +170,8 @@ class TestErrors:
             "keys create a --scope videos",
             "keys create a --expires soon",
             "keys rotate",
+            "keys revoke key_1",
+            "keys change key_1 --max-running 1",
             "projects",
         ],
     )

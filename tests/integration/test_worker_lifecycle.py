@@ -145,12 +145,12 @@ class TestRefusals:
     @pytest.mark.parametrize("layout", ["r1s3", "r0s1", "two"])
     def test_bad_layout_is_refused(self, start_worker: StartWorker, layout: str) -> None:
         worker = start_worker(layout=layout)
-        assert worker.wait() == 1
+        assert worker.wait() == 2
         assert f"rushes worker: layout '{layout}': " in worker.log.read_text()
 
     def test_device_that_is_missing_is_refused(self, settings: Settings, tmp_path: Path) -> None:
         with Worker(settings, tmp_path / "worker.log", device="cuda", env={"CUDA_VISIBLE_DEVICES": ""}) as worker:
-            assert worker.wait() == 1
+            assert worker.wait() == 2
         assert "rushes worker: " in worker.log.read_text()
 
     def test_missing_checkpoint_is_refused(self, start_worker: StartWorker, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ class TestRefusals:
             pytest.skip("this machine has an NVIDIA device")
         job_id = jobs.add()
         worker = start_worker(**changes)
-        assert worker.wait() == 1
+        assert worker.wait() == 2
         assert f"rushes worker: {message}" in worker.log.read_text()
         assert jobs.states(job_id) == ["queued"]
 
@@ -222,7 +222,7 @@ class TestRefusals:
     @pytest.mark.parametrize("pipeline", ["support.no_such_module:Pipeline", "support.scripted_pipeline:NoSuchClass"])
     def test_pipeline_that_cannot_be_imported_ends_the_worker(self, start_worker: StartWorker, pipeline: str) -> None:
         worker = start_worker(pipeline=pipeline)
-        assert worker.wait() == 1
+        assert worker.wait() == 2
         assert f"RUSHES_PIPELINE={pipeline} cannot be imported" in worker.log.read_text()
 
     @pytest.mark.parametrize("pipeline", ["os:getcwd", "rushes_worker.rank:log"])

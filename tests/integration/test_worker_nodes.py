@@ -297,12 +297,13 @@ class TestRefusals:
         eventually(lambda: first.events("node_declined"))
 
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        ("changes", "status", "message"),
         [
-            ({"node_host": ""}, "RUSHES_NODE_HOST is empty"),
-            ({"node_secret": SecretStr("short")}, "RUSHES_NODE_SECRET must have at least 16 characters, got 5"),
+            ({"node_host": ""}, 2, "RUSHES_NODE_HOST is empty"),
+            ({"node_secret": SecretStr("short")}, 2, "RUSHES_NODE_SECRET must have at least 16 characters, got 5"),
             (
                 {"node_host": "192.0.2.1", "node_port": 29_400},
+                1,
                 "RUSHES_NODE_HOST=192.0.2.1 with RUSHES_NODE_PORT=29400 cannot be listened on for the other node: "
                 "Cannot assign requested address\n",
             ),
@@ -310,16 +311,16 @@ class TestRefusals:
         ids=["host", "secret", "address"],
     )
     def test_first_node_that_none_could_join(
-        self, settings: Settings, pair: Pair, changes: dict[str, Any], message: str
+        self, settings: Settings, pair: Pair, changes: dict[str, Any], status: int, message: str
     ) -> None:
         first = pair.start_first(**changes)
-        assert first.wait() == 1
+        assert first.wait() == status
         assert message in first.log.read_text()
         assert not list(settings.scratch.glob("*"))
 
     def test_second_node_that_is_to_join_a_machine_of_no_name(self, settings: Settings, tmp_path: Path) -> None:
         with JoiningNode(settings, tmp_path / "second.log", "no..name") as second:
-            assert second.wait() == 1
+            assert second.wait() == 2
         assert "rushes worker: --join no..name cannot be resolved: " in second.log.read_text()
 
     def test_second_node_that_is_to_join_what_says_nothing(self, pair: Pair) -> None:
@@ -332,5 +333,5 @@ class TestRefusals:
 
     def test_second_node_without_the_secret(self, pair: Pair) -> None:
         second = pair.start_second(node_secret=SecretStr(""))
-        assert second.wait() == 1
+        assert second.wait() == 2
         assert "RUSHES_NODE_SECRET must have at least 16 characters, got 0" in second.log.read_text()

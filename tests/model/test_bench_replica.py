@@ -87,7 +87,7 @@ def test_what_is_not_served_is_refused_before_ranks_start(
 
 
 def test_synthetic_weights_are_refused_without_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench(Path("synthetic"), "--sp", "2") == 1
+    assert bench(Path("synthetic"), "--sp", "2") == 2
     assert capfd.readouterr().err == "rushes bench: --weights synthetic needs CUDA devices\n"
 
 

@@ -124,13 +124,13 @@ def _served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("words", "status", "message"),
     [
         (["--node-rank", "1"], 2, "every node but the first is started with --join HOST"),
-        (["--nodes", "3"], 1, "nodes must be 1 or 2, got 3"),
-        (["--layout", "r2s4", "--nodes", "2"], 1, "layout r2s4 over 2 nodes: expected one replica"),
-        (["--join", "host:port"], 1, "--join takes HOST or HOST:PORT, got 'host:port'"),
+        (["--nodes", "3"], 2, "nodes must be 1 or 2, got 3"),
+        (["--layout", "r2s4", "--nodes", "2"], 2, "layout r2s4 over 2 nodes: expected one replica"),
+        (["--join", "host:port"], 2, "--join takes HOST or HOST:PORT, got 'host:port'"),
         (["--join", "host", "--node-rank", "0"], 2, "--node-rank 0: the node that joins is 1"),
         (["--join", "host", "--nodes", "1"], 2, "--nodes 1: the node that joins is one of 2"),
-        (["--join", "host", "--layout", "r1s3"], 1, "layout 'r1s3': s must be one of"),
-        (["--join", "host", "--layout", "r2s4"], 1, "layout r2s4 over 2 nodes: expected one replica"),
+        (["--join", "host", "--layout", "r1s3"], 2, "layout 'r1s3': s must be one of"),
+        (["--join", "host", "--layout", "r2s4"], 2, "layout r2s4 over 2 nodes: expected one replica"),
     ],
 )
 def test_nodes_that_no_replica_can_have_are_refused(
@@ -155,7 +155,7 @@ def test_options_that_the_pipeline_does_not_take_are_refused_before_ranks_start(
     options: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUSHES_PIPELINE_OPTIONS", options)
-    assert main(["worker", "--device", "cpu"]) == 1
+    assert main(["worker", "--device", "cpu"]) == 2
     told = capsys.readouterr().err
     assert re.search(f"rushes worker: RUSHES_PIPELINE_OPTIONS={options}: {problem}\n$", told), told
 
@@ -177,10 +177,9 @@ def test_what_only_gpus_do_is_refused_on_the_cpu_before_ranks_start(
     name: str, value: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"RUSHES_{name}", value)
-    assert main(["worker", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.endswith(f"rushes worker: RUSHES_{name}={value}{reason}\n")
-    assert main(["up", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.endswith(f"rushes up: RUSHES_{name}={value}{reason}\n")
+    for command in ("worker", "up"):
+        assert main([command, "--device", "cpu"]) == 2
+        assert capsys.readouterr().err.endswith(f"rushes {command}: RUSHES_{name}={value}{reason}\n")
 
 
 @pytest.mark.usefixtures("_served")
@@ -188,11 +187,11 @@ def test_synthetic_weights_are_refused_without_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = "draws weights of the released sizes on a GPU, found none"
-    assert main(["worker", "--device", "cpu", "--weights", "synthetic:3"]) == 1
+    assert main(["worker", "--device", "cpu", "--weights", "synthetic:3"]) == 2
     assert f"rushes worker: --weights synthetic:3 {refusal}" in capsys.readouterr().err
     monkeypatch.setenv("RUSHES_PIPELINE_OPTIONS", "weights=synthetic")
     get_settings.cache_clear()
-    assert main(["worker", "--device", "cpu"]) == 1
+    assert main(["worker", "--device", "cpu"]) == 2
     assert f"rushes worker: RUSHES_PIPELINE_OPTIONS=weights=synthetic {refusal}" in capsys.readouterr().err
 
 
@@ -303,7 +302,7 @@ def test_deferred_signal_takes_effect_at_the_end_of_the_block() -> None:
 
     def work() -> None:
         with interruptible(), deferred():
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
             events.append("reached the end")
 
     with pytest.raises(Interrupted):

@@ -169,15 +169,16 @@ def _refusal_of(replica: _Replica) -> str:
 
 
 def _check_buckets(settings: Settings) -> None:
-    """Raise `ValueError` when a bucket is missing or may not be used. A store that is away comes back by itself."""
+    """Raise `StorageError` when a bucket is missing or may not be used. A store that is away comes back by itself."""
     for one in ObjectStore(settings).buckets:
         name = variable("s3_bucket" if one.bucket == settings.s3_bucket else "s3_output_buckets")
         try:
             one.check()
         except ObjectMissing as error:
-            raise ValueError(f"{name}: bucket {one.bucket} does not exist") from error
+            raise ObjectMissing(f"{name}: bucket {one.bucket} does not exist") from error
         except StorageRefused as error:
-            raise ValueError(f"{name}: the credentials of the object store do not open bucket {one.bucket}") from error
+            refusal = f"{name}: the credentials of the object store do not open bucket {one.bucket}"
+            raise StorageRefused(refusal) from error
         except StorageError as error:
             log.warning("store_unreachable", bucket=one.bucket, error=str(error))
 
@@ -248,7 +249,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
     """Run a worker until SIGTERM or SIGINT; returns its exit status. Call from the main thread.
 
     What is wrong with layout, checkpoint, devices, scratch directory, schema, encoder or buckets is printed, and
-    nothing is claimed.
+    nothing is claimed; the status is 2 for what the operator gave and 1 for what refuses it.
 
     Args:
         layout: `rRsS`, R replicas of S ranks each.
@@ -276,9 +277,9 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         encoder = EncoderSettings.of(settings, replicas=wanted.replicas)
         try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
         _check_buckets(settings)
-    except (ValueError, CheckpointError, SchemaMismatch) as error:
+    except (ValueError, CheckpointError, SchemaMismatch, StorageError) as error:
         print(f"rushes worker: {with_variable(error)}", file=sys.stderr, flush=True)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     launcher = Launcher(settings, wanted, devices, nodes=nodes)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:

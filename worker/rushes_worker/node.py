@@ -322,6 +322,9 @@ def _check_host(host: str) -> None:
 def run(settings: Settings, *, join: str, device: str = "auto", layout: str | None = None) -> int:
     """Be the second node of a replica until SIGTERM or SIGINT; returns the exit status. Call from the main thread.
 
+    The status is 2 for what the operator gave, and 1 for a checkpoint that does not serve or a first node that wants
+    another one.
+
     Args:
         layout: what the first node's must be; None: whatever it is.
     """
@@ -333,14 +336,21 @@ def run(settings: Settings, *, join: str, device: str = "auto", layout: str | No
             wanted.ranks_per_node(NODES)
         _check_host(address[0])
         check_directory(settings.scratch)
-        scratch = Scratch(settings.scratch)
-        try:
-            return _serve(Node(settings, address, device, layout=wanted, scratch=scratch))
-        finally:
-            scratch.remove()
+        secret_of(settings.node_secret.get_secret_value())
+    except ValueError as error:
+        return _refuse(error, 2)
+    scratch = Scratch(settings.scratch)
+    try:
+        return _serve(Node(settings, address, device, layout=wanted, scratch=scratch))
     except (ValueError, CheckpointError) as error:
-        print(f"rushes worker: {error}", file=sys.stderr, flush=True)
-        return 1
+        return _refuse(error, 1)
+    finally:
+        scratch.remove()
+
+
+def _refuse(error: Exception, status: int) -> int:
+    print(f"rushes worker: {error}", file=sys.stderr, flush=True)
+    return status
 
 
 def _serve(node: Node) -> int:

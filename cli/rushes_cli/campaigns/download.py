@@ -21,7 +21,6 @@ from rushes_core.campaigns.names import clip_name
 from rushes_core.errors import RushesError
 
 from rushes_cli.campaigns.client import STREAM_TIMEOUT, Client, Refused, refusal, retry_after
-from rushes_cli.main import UsageError
 
 ATTEMPTS = 6
 """In a row without one more byte, after which a clip is given up."""
@@ -97,7 +96,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Keep other downloads out of a directory, by a lock that ends with this process.
 
     Raises:
-        UsageError: there is one.
+        RushesError: there is one.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -106,7 +105,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UsageError(f"another download writes into {folder}") from None
+                raise RushesError(f"another download writes into {folder}") from None
         yield
     finally:
         os.close(handle)
