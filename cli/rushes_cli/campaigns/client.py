@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -11,6 +12,7 @@ from uuid import uuid4
 import httpx
 from rushes_core.errors import RushesError
 
+from rushes_cli.campaigns.address import fault_of, tls_fault
 from rushes_cli.main import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -20,7 +22,8 @@ TIMEOUT_SECONDS, CONNECT_SECONDS = 60.0, 10.0
 """Of one answer, unless somebody has less patience."""
 STREAM_TIMEOUT = httpx.Timeout(20, connect=10)
 """Of answers that are read as they come and go on where they broke off."""
-_RETRIED = (429, 502, 503, 504)
+PASSING = frozenset({429, 502, 503, 504})
+"""Status codes after which a request is sent again, unless the answer says that this is of no use."""
 _UNDER_WAY = "idempotency_in_progress"
 """The code of a request that is sent again while the first one has no answer yet."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -41,6 +44,10 @@ class Unreachable(RushesError):
     """The API did not answer for as long as it was asked."""
 
 
+class WrongAddress(Unreachable, UsageError):
+    """Nor would it: `RUSHES_URL` names no server that is spoken to in this way."""
+
+
 class Client:
     """The API at an address, with a key. Threads may share one."""
 
@@ -50,8 +57,11 @@ class Client:
         self.url = url
         self._patience = patience
         self._on_wait = on_wait
+        self._has_answered = False
+        """What fails from then on is no fault of the address."""
         self._http = httpx.Client(
             base_url=url,
+            verify=httpx.create_ssl_context() if url.startswith("https:") else True,
             headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(min(TIMEOUT_SECONDS, patience), connect=min(CONNECT_SECONDS, patience)),
             # a proxy of the environment is not meant for this machine
@@ -71,15 +81,20 @@ class Client:
         wanted = {name: value for name, value in parameters.items() if value is not None}
         return self._repeat(lambda: self._http.get(path, params=wanted))
 
-    def post(self, path: str, members: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def post(
+        self, path: str, members: Mapping[str, Any] | None = None, *, passing: Collection[int] = PASSING
+    ) -> dict[str, Any]:
         """The answer's object. Repeated after an answer that was lost it has no second effect.
+
+        Args:
+            passing: status codes after which it is sent again.
 
         Raises:
             Refused, Unreachable
         """
         headers = {"Idempotency-Key": uuid4().hex}
         body = dict(members) if members else None
-        return self._repeat(lambda: self._http.post(path, json=body, headers=headers))
+        return self._repeat(lambda: self._http.post(path, json=body, headers=headers), passing)
 
     def delete(self, path: str) -> dict[str, Any]:
         """The answer's object.
@@ -150,7 +165,7 @@ class Client:
                 return
             after = page["last_id"]
 
-    def _repeat(self, send: Callable[[], httpx.Response]) -> dict[str, Any]:
+    def _repeat(self, send: Callable[[], httpx.Response], passing: Collection[int] = PASSING) -> dict[str, Any]:
         deadline = time.monotonic() + self._patience
         delay = _FIRST_DELAY
         while True:
@@ -158,14 +173,21 @@ class Client:
             try:
                 answer = send()
             except httpx.TransportError as error:
+                self._check_address(partial(fault_of, self.url, error))
                 reason = _reason(error)
             else:
                 if answer.is_success:
-                    return _object(answer)
+                    found = _object(answer)
+                    self._has_answered = True
+                    return found
                 refused = refusal(answer)
+                self._has_answered |= refused.code is not None
                 is_under_way = refused.code == _UNDER_WAY
-                is_passing = answer.status_code in _RETRIED and answer.headers.get("x-should-retry") != "false"
+                is_passing = answer.status_code in passing and answer.headers.get("x-should-retry") != "false"
                 if not (is_under_way or is_passing):
+                    if answer.status_code == 400:
+                        # so a server of TLS may answer plain HTTP
+                        self._check_address(partial(tls_fault, self.url))
                     raise refused
                 reason = str(refused)
                 wait = max(delay, retry_after(answer))
@@ -175,6 +197,11 @@ class Client:
                 self._on_wait(reason)
             time.sleep(wait)
             delay = min(2 * delay, _LONGEST_DELAY)
+
+    def _check_address(self, fault_there: Callable[[], str | None]) -> None:
+        """Raise `WrongAddress` when there is one, unless the API has answered before."""
+        if not self._has_answered and (fault := fault_there()) is not None:
+            raise WrongAddress(f"RUSHES_URL={self.url}: {fault}")
 
 
 def from_environment(
@@ -195,7 +222,8 @@ def from_environment(
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        httpx.URL(url).host.encode("idna")
+    except (ValueError, httpx.InvalidURL):
         is_url = False
     if not is_url:
         raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
@@ -204,7 +232,10 @@ def from_environment(
         raise UsageError(f"RUSHES_KEY is missing: a key with the scope {scope}; `rushes up` prints one")
     if not (key.isascii() and key.isprintable()):
         raise UsageError("RUSHES_KEY has characters that no key has")
-    return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)
+    try:
+        return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)
+    except OSError as error:
+        raise UsageError(f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')}: {error.strerror or error}") from None
 
 
 def refusal(answer: httpx.Response) -> Refused:
