@@ -9,6 +9,7 @@ from rushes_cli.terminal import print_json, print_table
 
 _PATIENCE_SECONDS = 10.0
 _GIB = 1 << 30
+_MINUTE = 60
 _TITLES = ("NAME", "STATUS", "LAYOUT", "CHECKPOINT", "PRECISION", "STAGE", "JOB", "EPOCH", "RESTARTS", "MEMORY", "SEEN")
 
 
@@ -48,8 +49,19 @@ def row(worker: dict[str, Any], *, now: float) -> tuple[str, ...]:
         str(worker["rank_groups"]),
         str(worker["restarts"]),
         _memory(worker["devices"]),
-        f"{max(0, round(now - worker['last_seen_at']))} s ago",
+        _ago(worker, now),
     )
+
+
+def _ago(worker: dict[str, Any], now: float) -> str:
+    """When it was heard of last: by the database's clock once that is long ago."""
+    # an API of the release before does not say
+    silent_seconds = worker.get("silent_seconds")
+    seconds = max(0, round(now - worker["last_seen_at"])) if silent_seconds is None else silent_seconds
+    if seconds < _MINUTE:
+        return f"{seconds} s ago"
+    hours, minutes = divmod(seconds // _MINUTE, _MINUTE)
+    return f"{hours} h {minutes} min ago" if hours else f"{minutes} min ago"
 
 
 def _short(precision: str) -> str:

@@ -60,7 +60,7 @@ class Sweeper:
         self._end_dead_attempts = jobs.reap()
         self._expire_late_jobs = jobs.expire()
         self._expire_files = files.expire()
-        self._forget_stale_replicas = replicas.forget_stale_replicas()
+        self._forget_stale_replicas = replicas.forget_stale_replicas(lease_seconds=settings.lease_seconds)
 
     def sweep(self) -> None:
         """End dead attempts, expire late jobs, forget silent replicas. Touches nothing else: what holds that up must
@@ -131,7 +131,8 @@ class Sweeper:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             for job in session.scalars(self._expire_late_jobs):
                 log.info("job_expired", job_id=job.id)
-            session.execute(self._forget_stale_replicas)
+            for replica_id in session.scalars(self._forget_stale_replicas):
+                log.info("replica_forgotten", replica=replica_id)
 
     def _remove_objects_of(self, job: Job) -> int:
         destination = Destination.of(job.request)

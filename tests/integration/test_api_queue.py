@@ -10,7 +10,7 @@ from rushes_api.app import create_app
 from rushes_core.models import Job, Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from sqlalchemy import text, update
+from sqlalchemy import func, text, update
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver
@@ -163,11 +163,35 @@ class TestWorkers:
             session.execute(update(Replica).values(id="host-r0#1-a"))
         (worker,) = client.get("/v1/workers").json()["data"]
         assert (worker["id"], worker["name"], worker["status"]) == ("host-r0~1-a", "host-r0", "ready")
-        with Session(driver.engine) as session, session.begin():
-            session.execute(update(Replica).values(last_seen=datetime.now(UTC) - timedelta(minutes=5)))
-        (worker,) = client.get("/v1/workers").json()["data"]
+        assert worker["silent_seconds"] is None
+
+        def silent_for(seconds: float) -> list[dict[str, Any]]:
+            with Session(driver.engine) as session, session.begin():
+                session.execute(update(Replica).values(last_seen=func.now() - timedelta(seconds=seconds)))
+            told: list[dict[str, Any]] = client.get("/v1/workers").json()["data"]
+            return told
+
+        # leases are 30 s here
+        (worker,) = silent_for(31)
         assert worker["status"] == "silent"
+        assert 31 <= worker["silent_seconds"] < 60
         assert (worker["checkpoint"], worker["precision"], worker["devices"]) == (None, None, [])
+
+    def test_one_that_is_silent_for_long_is_lost_and_told_of_for_another_hour(
+        self, client: TestClient, driver: JobDriver
+    ) -> None:
+        driver.report_replica(model="tiny", state="busy")
+
+        def told(seconds: float) -> list[tuple[str, int]]:
+            with Session(driver.engine) as session, session.begin():
+                session.execute(update(Replica).values(last_seen=func.now() - timedelta(seconds=seconds)))
+            workers = client.get("/v1/workers").json()["data"]
+            return [(worker["status"], worker["silent_seconds"] // 60) for worker in workers]
+
+        assert told(240) == [("silent", 4)]
+        assert told(300) == [("lost", 5)]
+        assert told(3_840) == [("lost", 64)]
+        assert told(3_900) == []
 
     def test_a_job_that_it_has_lost_is_no_more_told_as_its_own(self, client: TestClient, driver: JobDriver) -> None:
         def told() -> tuple[str | None, str | None]:

@@ -12,6 +12,7 @@ from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
+from rushes_core.replicas import forgotten_after
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_core.storage import RESULTS, Destination, ObjectStore, job_prefix, result_key
@@ -99,17 +100,35 @@ class TestSweep:
         assert rows.read(dead.id).state is JobState.QUEUED
         assert rows.read(late.id).state is JobState.EXPIRED
 
-    def test_forgets_a_replica_that_has_been_silent_for_a_day(self, sweeper: Sweeper, rows: JobRows) -> None:
-        values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "state": "ready", "epoch": 1}
+    def test_forgets_replicas_that_are_lost_for_an_hour_or_silent_where_another_one_has_the_name(
+        self, settings: Settings, sweeper: Sweeper, rows: JobRows
+    ) -> None:
+        lease = settings.lease_seconds
+        silence = {
+            "forgotten-r0#1-a": forgotten_after(lease) + 1,
+            "lost-r0#1-a": forgotten_after(lease) - 60,
+            "replaced-r0#1-a": lease + 1,
+            "replaced-r0#2-b": 0,
+            "slow-r0#1-a": lease - 2,
+            "slow-r0#2-b": 0,
+            "stopped-r0#1-a": lease + 1,
+            "stopped-r0#2-b": 0,
+            "holder-r0#1-a": forgotten_after(lease) + 1,
+        }
+        values = {"pool": "default", "layout": "r1s1", "model": "tiny", "device": "cpu", "epoch": 1}
         with rows.engine.begin() as connection:
-            for name in ("silent", "alive"):
-                connection.execute(replicas.upsert_replica(name, **values))
-            connection.execute(
-                update(Replica).where(Replica.id == "silent").values(last_seen=func.now() - text("interval '25 hours'"))
-            )
+            for name, seconds in silence.items():
+                state = "stopped" if name == "stopped-r0#2-b" else "ready"
+                connection.execute(replicas.upsert_replica(name, state=state, **values))
+                silent = func.now() - timedelta(seconds=seconds)
+                connection.execute(update(Replica).where(Replica.id == name).values(last_seen=silent))
+        held = rows.running(lease_seconds=60)
+        with rows.engine.begin() as connection:
+            connection.execute(update(Job).where(Job.id == held.id).values(lease_owner="holder-r0#1-a"))
         sweeper.sweep()
         with Session(rows.engine) as session:
-            assert session.scalars(select(Replica.id)).all() == ["alive"]
+            left = set(session.scalars(select(Replica.id)))
+        assert silence.keys() - left == {"forgotten-r0#1-a", "replaced-r0#1-a"}
 
     def test_ends_dead_attempts_while_files_are_locked(self, sweeper: Sweeper, rows: JobRows) -> None:
         with rows.engine.begin() as other:

@@ -378,7 +378,7 @@ class TestKill:
         os.kill(worker.pid, signal.SIGKILL)
         eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=30)
         start_worker(worker_name="farm", lease_seconds=600)
-        jobs.wait_ready(2)
+        eventually(lambda: replica.id not in [one.id for one in jobs.wait_ready()])
 
 
 class TestOutages:

@@ -95,6 +95,53 @@ def test_the_name_of_one_that_died_or_stops_is_free_at_once(
     assert names(engine) == [OLD, NEW]
 
 
+def states(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        return {row.id: row.state for row in connection.execute(select(Replica.id, Replica.state))}
+
+
+def be_silent(engine: Engine, replica_id: str, seconds: float) -> None:
+    with engine.begin() as connection:
+        silent = func.now() - timedelta(seconds=seconds)
+        connection.execute(update(Replica).where(Replica.id == replica_id).values(last_seen=silent))
+
+
+def test_who_has_the_name_of_one_that_died_takes_its_place_at_once(settings: Settings, engine: Engine) -> None:
+    put(engine, detail=process_detail() | {"ticks": 1})
+    claim(settings)
+    assert states(engine) == {OLD: "stopped", NEW: "busy"}
+
+
+def test_who_has_the_name_of_one_elsewhere_that_was_silent_for_a_lease_takes_its_place_until_that_is_heard_of(
+    settings: Settings, engine: Engine
+) -> None:
+    put(engine, detail=elsewhere())
+    be_silent(engine, OLD, settings.lease_seconds + 1)
+    claim(settings)
+    assert states(engine) == {OLD: "stopped", NEW: "busy"}
+    put(engine, detail=elsewhere())
+    assert states(engine) == {OLD: "busy", NEW: "busy"}
+
+
+def test_a_worker_takes_the_places_of_all_replicas_of_this_machine_that_died(
+    settings: Settings, engine: Engine
+) -> None:
+    """As after another layout, with fewer replicas."""
+    dead, alive, far = "farm.one-r1#17-ab", "farm.two-r0#19-ef", "farm.three-r0#1-ab"
+    put(engine, dead, detail=process_detail() | {"pid": 2**22 + 1})
+    put(engine, alive)
+    put(engine, far, detail=elsewhere())
+    be_silent(engine, far, settings.lease_seconds + 1)
+    claim(settings)
+    assert states(engine) == {dead: "stopped", alive: "busy", far: "busy", NEW: "busy"}
+
+
+def test_one_that_stops_and_lives_is_told_of_until_it_has(settings: Settings, engine: Engine) -> None:
+    put(engine, state="stopping")
+    claim(settings)
+    assert states(engine) == {OLD: "stopping", NEW: "busy"}
+
+
 def test_others_names_are_free(settings: Settings, engine: Engine) -> None:
     put(engine, "farm.one-r1#17-ab")
     put(engine, "farm-one-r0#17-ab")

@@ -20,6 +20,7 @@ WORKER: dict[str, Any] = {
         {"name": "b", "memory_used_bytes": 6 << 30, "memory_total_bytes": 8 << 30},
     ],
     "last_seen_at": 100,
+    "silent_seconds": None,
 }
 LOADING = {"stage": "loading transformer", "percent": 43, "gb_per_second": 21.46, "seconds_left": 3.2}
 
@@ -49,6 +50,9 @@ def test_row_tells_what_a_replica_is_and_does() -> None:
         ({"precision": None}, 4, "-"),
         ({"stage": None}, 5, "-"),
         ({"devices": []}, 9, "-"),
+        ({"status": "silent", "silent_seconds": 31}, 10, "31 s ago"),
+        ({"status": "lost", "silent_seconds": 359}, 10, "5 min ago"),
+        ({"status": "lost", "silent_seconds": 3_780}, 10, "1 h 3 min ago"),
         ({"loading": LOADING}, 5, "loading transformer, 43 %, 21.5 GB/s, 3 s left"),
         ({"loading": LOADING | {"gb_per_second": None, "seconds_left": None}}, 5, "loading transformer, 43 %"),
     ],
@@ -58,5 +62,5 @@ def test_what_is_not_known_is_left_out(changes: dict[str, Any], column: int, exp
 
 
 def test_a_worker_is_shown_that_an_api_of_the_release_before_told_of() -> None:
-    older = {name: value for name, value in WORKER.items() if name != "loading"}
+    older = {name: value for name, value in WORKER.items() if name not in ("loading", "silent_seconds")}
     assert row(older, now=103.4) == row(WORKER, now=103.4)

@@ -215,7 +215,9 @@ class Heartbeat:
         if self._is_stopping() and values["state"] != "stopped":
             values["state"] = "stopping"
         drains_itself = self._drains_itself
-        statement = replicas.upsert_replica(self._replica_id, drain=drains_itself, **values)
+        statement = replicas.upsert_replica(
+            self._replica_id, drain=drains_itself, was_drained=self._drain_requested, **values
+        )
         drain_requested = bool(self._scalar(statement))
         self._written_replica = replica
         changed, self._drain_requested = drain_requested is not self._drain_requested, drain_requested

@@ -41,7 +41,7 @@ def process_detail() -> dict[str, Any]:
 
 
 def claim_name(settings: Settings, replica_id: str, row: dict[str, Any], *, sleep: Callable[[float], bool]) -> None:
-    """Write the first row of a replica, unless another one that is up has its name.
+    """Write the first row of a replica, unless another one that is up has its name, in place of those that died.
 
     One of which it cannot be seen whether it died is waited for, until its row is refreshed or `lease_seconds` old.
     With the database away the name is not looked at.
@@ -84,6 +84,11 @@ def _claim(
             if _runs(holder.detail) or seen.setdefault(holder.id, holder.last_seen) != holder.last_seen:
                 raise NameTaken(_complaint(holder))
         if not holders:
+            neighbours = session.scalars(replicas.of_namespace(_namespace()))
+            ended = [one.id for one in neighbours if _runs(one.detail) is False]
+            taken = replicas.take_places(replica_id, ended=ended, silent_for_seconds=lease_seconds)
+            for other_id in session.scalars(taken):
+                log.info("replica_replaced", replaced=other_id, by=replica_id)
             session.execute(replicas.upsert_replica(replica_id, **row))
         return [holder.id for holder in holders]
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,6 @@ from rushes_api.page import PAGE_PARAMETERS, Page, wanted_page
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"])
 
-_ONE_DAY = 86_400.0
 _ID = re.compile(r"[A-Za-z0-9._-]{1,200}~[0-9]{1,10}-[0-9a-f]{1,16}", re.ASCII)
 
 
@@ -68,7 +67,10 @@ class Worker(Listed):
     name: str
     """The same after a restart; `id` is not."""
     status: str
-    """`starting`, `ready`, `busy`, `draining`, `drained`, `stopping`, or `silent` when its heartbeat is overdue."""
+    """`starting`, `ready`, `busy`, `draining`, `drained` or `stopping` as it said last; `silent` when nothing was heard
+    of it for `RUSHES_LEASE_SECONDS` and its jobs are given to others, `lost` when that is ten times as long ago."""
+    silent_seconds: int | None
+    """Since it was heard of last, by the database's clock; null unless it is `silent` or `lost`."""
     model: str
     version: str | None
     """Of Rushes; null until it first had ranks."""
@@ -109,12 +111,14 @@ async def list_workers(
     session: Session,
     state: AppState,
 ) -> WorkerList:
-    """Every replica that has not stopped and was heard of within a day."""
+    """Every replica that has not stopped, a lost one for another hour."""
     wanted = wanted_page(parameters, key_of=_replica_id, what="a worker", descending=False)
-    rows = (await session.execute(wanted.rows(replicas.up(seen_within_seconds=_ONE_DAY), Replica.id))).scalars().all()
-    overdue_at = await _overdue_at(session, state)
+    lease_seconds = state["settings"].lease_seconds
+    known = replicas.up(seen_within_seconds=replicas.forgotten_after(lease_seconds))
+    rows = (await session.execute(wanted.rows(known, Replica.id))).scalars().all()
+    now = await _now(session)
     stages = await _stages(session, rows)
-    return WorkerList.of(rows, lambda row: _worker(row, overdue_at, stages), limit=wanted.limit)
+    return WorkerList.of(rows, lambda row: _worker(row, now, stages, lease_seconds), limit=wanted.limit)
 
 
 @router.post("/{worker_id}/drain", response_model=Worker, dependencies=[NO_BODY])
@@ -145,15 +149,16 @@ async def _change(
             found = (await session.execute(update)).scalar_one_or_none()
         if found is None:
             raise ApiError(f"no worker {printable(worker_id)}", code="worker_not_found", status=HTTPStatus.NOT_FOUND)
-        return _worker(found, await _overdue_at(session, state), await _stages(session, [found]))
+        stages = await _stages(session, [found])
+        return _worker(found, await _now(session), stages, state["settings"].lease_seconds)
 
     call = Call(caller, f"POST /v1/workers/{worker_id}/{name}", None, "", is_harmless=True)
     return await take_effect(call, change, request=request, sessions=state["sessions"])
 
 
-async def _overdue_at(session: AsyncSession, state: State) -> datetime:
+async def _now(session: AsyncSession) -> datetime:
     now: datetime = (await session.execute(select(func.now()))).scalar_one()
-    return now.astimezone(UTC) - timedelta(seconds=state["settings"].lease_seconds)
+    return now
 
 
 async def _stages(session: AsyncSession, rows: Sequence[Replica]) -> Mapping[tuple[str | None, str], str | None]:
@@ -165,18 +170,24 @@ async def _stages(session: AsyncSession, rows: Sequence[Replica]) -> Mapping[tup
     return {(owner, job_id): phase for owner, job_id, phase in (await session.execute(held)).all()}
 
 
-def _worker(replica: Replica, overdue_at: datetime, stages: Mapping[tuple[str | None, str], str | None]) -> Worker:
+def _worker(
+    replica: Replica, now: datetime, stages: Mapping[tuple[str | None, str], str | None], lease_seconds: float
+) -> Worker:
     detail = replica.detail
     devices = detail.get("devices", [])
     checkpoint = detail.get("checkpoint")
     loading = detail.get("loading") if replica.state == "starting" else None
     job_id = replica.job_id if (replica.id, replica.job_id) in stages else None
     stage = None if job_id is None else stages[replica.id, job_id]
+    unheard_seconds = (now - replica.last_seen).total_seconds()
+    is_silent = unheard_seconds >= lease_seconds
+    is_lost = unheard_seconds >= replicas.lost_after(lease_seconds)
     return Worker(
         id=replica.id.replace("#", "~"),
         object="worker",
         name=replicas.name_of(replica.id),
-        status=_status(replica) if replica.last_seen > overdue_at else "silent",
+        status="lost" if is_lost else "silent" if is_silent else _status(replica),
+        silent_seconds=int(unheard_seconds) if is_silent else None,
         model=replica.model,
         version=detail.get("version"),
         pool=replica.pool,
