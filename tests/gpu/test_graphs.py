@@ -156,6 +156,10 @@ class TestFailure:
         code = f"from support.faulty_capture import run_after; run_after({fault!r})"
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
 
+    def test_of_the_keeper_of_the_pool_is_told_as_such(self) -> None:
+        code = "from support.faulty_capture import run_without_keeper; run_without_keeper()"
+        subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+
     def test_to_leave_nothing_behind_costs_the_graphs(self) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
         graphs = Graphs(DEVICE, max_bytes=1 << 30)

@@ -2,6 +2,7 @@
 
 import torch
 from rushes_worker.pipeline.graphs import Graphs
+from structlog.testing import capture_logs
 from torch import Tensor
 
 
@@ -36,3 +37,24 @@ def run_after(fault: str) -> None:
         assert x.unique().tolist() == [count]
     # torch cannot capture any more once a capture broke off
     assert graphs.num_graphs == (0 if fault == "wait" else 1)
+
+
+def run_without_keeper() -> None:
+    """Run work that can be captured in a pool whose keeper cannot, and check that it was done without a graph, and why
+    by the log."""
+    device = torch.device("cuda:0")
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    graphs = Graphs(device, max_bytes=1 << 30)
+    x = torch.zeros(1000, device=device)
+
+    def refuse() -> None:
+        raise RuntimeError("no")
+
+    graphs._do_nothing = refuse  # type: ignore[method-assign]
+    with capture_logs() as told:
+        for _ in range(3):
+            graphs.run("sound", lambda: add(x, 1.0))
+    assert graphs.num_graphs == 0
+    assert x.unique().tolist() == [3.0]
+    refused = [(one["graph"], one["needed_for"], one["error"]) for one in told if one["event"] == "graph_not_captured"]
+    assert refused == [("the keeper of the pool", "sound", "no")]

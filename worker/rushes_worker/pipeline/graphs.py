@@ -21,6 +21,9 @@ log = get_logger(__name__)
 
 Work = Callable[[], None]
 
+_KEEPER = "the keeper of the pool"
+"""What the log calls the graph of no work that the pool always has."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -217,14 +220,17 @@ class Graphs:
         started = time.perf_counter()
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
+        name = _KEEPER
         try:
             if self._keeper is None:
                 # torch's allocator for the host counts a pool's graphs, and takes no more once there are none
                 self._keeper = self._record(self._do_nothing, self._pool)
+            name = str(key)
             graph = self._record(work, self._pool)
         except RuntimeError as error:
             self._refused.add(key)
-            log.warning("graph_not_captured", graph=str(key), error=str(error), is_last=self._broken_off is not None)
+            is_last = self._broken_off is not None
+            log.warning("graph_not_captured", graph=name, needed_for=str(key), error=str(error), is_last=is_last)
             return
         seconds = time.perf_counter() - started
         pool_bytes = torch.cuda.memory_reserved(self._device) - reserved
