@@ -77,16 +77,16 @@ async def _video(request: Request) -> Submission[ResolvedRequest]:
     def seen(members: dict[str, Any]) -> str:
         return fingerprint(parse(members), cancel_after=cancel_after)
 
-    submission = await _submission(request, key, state, seen, resolved)
-    wanted = submission.outcome
+    sent = await submission(request, key, state, seen, resolved)
+    wanted = sent.outcome
     if isinstance(wanted, ResolvedRequest) and wanted.webhook is not None:
         try:
             await state["webhooks"].check_resolves(wanted.webhook, project=caller.project)
         except InvalidRequest as error:
             if key is None:
                 raise
-            return Submission(submission.fingerprint, error)
-    return submission
+            return Submission(sent.fingerprint, error)
+    return sent
 
 
 async def _remix(request: Request) -> Submission[Prompt]:
@@ -100,16 +100,26 @@ async def _remix(request: Request) -> Submission[Prompt]:
     def seen(members: dict[str, Any]) -> str:
         return fingerprint(parse_as(RemixRequest, members))
 
-    return await _submission(request, key, state, seen, prompt)
+    return await submission(request, key, state, seen, prompt)
 
 
-async def _submission(
+async def submission(
     request: Request,
     key: str | None,
     state: State,
     seen: Callable[[dict[str, Any]], str],
     understood: Callable[[dict[str, Any]], T],
 ) -> Submission[T]:
+    """What the body at hand asks for.
+
+    Args:
+        seen: the fingerprint of a body's members.
+        understood: what they mean.
+
+    Raises:
+        ApiError: the body cannot be read.
+        InvalidRequest: of `understood`, where no `key` was sent; of `seen`.
+    """
     body = await read_body(request, max_bytes=state["settings"].api_max_body_bytes)
 
     def check() -> Submission[T]:

@@ -98,16 +98,19 @@ async def deliver(job: Job, stored: StoredVariant, request: Request, state: Stat
     return await _stream(job, stored, request, state)
 
 
+def signed_url(job: Job, stored: StoredVariant, state: State) -> str:
+    """Where the store has it, for `presigned_url_seconds`. For a thread: credentials may have to be fetched."""
+    return _store_of(job, state).presigned_url(
+        stored.key,
+        filename=filename(job, stored.variant),
+        content_type=stored.variant.content_type,
+        seconds=state["settings"].presigned_url_seconds,
+    )
+
+
 async def _redirect(job: Job, stored: StoredVariant, state: State, *, as_json: bool) -> Response:
-    seconds = state["settings"].presigned_url_seconds
-    store, variant = _store_of(job, state), stored.variant
-    name = filename(job, variant)
-
-    def sign() -> str:
-        return store.presigned_url(stored.key, filename=name, content_type=variant.content_type, seconds=seconds)
-
-    expires_at = int(time.time()) + seconds
-    url = await to_thread.run_sync(sign, limiter=state["store_limiter"])
+    expires_at = int(time.time()) + state["settings"].presigned_url_seconds
+    url = await to_thread.run_sync(signed_url, job, stored, state, limiter=state["store_limiter"])
     no_store = {"Cache-Control": "no-store"}
     if as_json:
         return JSONResponse({"url": url, "expires_at": expires_at}, headers=no_store)

@@ -52,6 +52,10 @@ class View:
             only_openais_words=self.only_openais_words,
         )
 
+    def accepted(self, job: Job, num_ahead: int | None) -> Video:
+        """`job` as it is shown to who made it."""
+        return self.video(job, num_ahead=num_ahead)
+
     def states_of(self, status: str) -> tuple[JobState, ...]:
         """The states that are shown as `status`."""
         states = states_with_status(status)

@@ -13,7 +13,7 @@ from rushes_api.content import check_finished, deliver, find_variant
 from rushes_api.deps import AppState, CurrentCaller, NoQuery, visible
 from rushes_api.errors import ApiError, responses
 from rushes_api.once import SentKey
-from rushes_api.routers.videos import accepted
+from rushes_api.routers.videos import accepted, video_call
 from rushes_api.view import CurrentView
 from rushes_api.waiting import send_headers, until_over, video_id_of
 
@@ -68,7 +68,7 @@ async def create_and_fetch(
     seconds = state["settings"].sync_timeout_seconds
     # the seat first: who cannot wait makes no job
     with state["watcher"].seat(caller.api_key) as seat:
-        response = await accepted(request, caller=caller, key=key, sent=sent, state=state, view=view)
+        response = await accepted(request, video_call(caller, key, sent), sent, state=state, shown_as=view.accepted)
         video_id = video_id_of(response)
         send_headers(request, {"x-video-id": video_id})
         if key is None:

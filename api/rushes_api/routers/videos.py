@@ -1,6 +1,6 @@
 """OpenAI's Videos: create, list, retrieve, delete."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,7 @@ from rushes_api.polling import poll_after_ms
 from rushes_api.quota import check_priority
 from rushes_api.validation import VideoValidation, draft_of, estimate_of, validation_of
 from rushes_api.video_filters import FILTER_PARAMETERS, filters_of
-from rushes_api.view import VIEW_PARAMETERS, CurrentView, View, ViewQuery, campaign_reasons
+from rushes_api.view import VIEW_PARAMETERS, CurrentView, ViewQuery, campaign_reasons
 from rushes_api.waiting import PREFER_HEADER, WAIT_FIRST, PreferredWait, answer_later
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -62,6 +62,9 @@ class VideoDeleted(BaseModel):
     object: Literal["video.deleted"]
     deleted: bool
 
+
+ShownAs = Callable[[Job, int | None], BaseModel]
+"""The answer to who made a job: of the job, and of those ahead of it, where somebody counted them."""
 
 _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER, CANCEL_AFTER_HEADER, PREFER_HEADER], "requestBody": VIDEO_BODY}
 _VALIDATE: dict[str, Any] = {"parameters": [CANCEL_AFTER_HEADER], "requestBody": VIDEO_BODY}
@@ -79,27 +82,32 @@ async def create_video(
     seconds: PreferredWait,
 ) -> Response:
     """Accept a job. It is committed before this is answered."""
-    response = await accepted(request, caller=caller, key=key, sent=sent, state=state, view=view)
+    response = await accepted(request, video_call(caller, key, sent), sent, state=state, shown_as=view.accepted)
     return await answer_later(response, seconds, request=request, caller=caller, state=state, view=view)
 
 
+def video_call(caller: Caller, key: str | None, sent: Submission[ResolvedRequest]) -> Call:
+    return Call(caller, "POST /v1/videos", key, sent.fingerprint)
+
+
 async def accepted(
-    request: Request, *, caller: Caller, key: str | None, sent: Submission[ResolvedRequest], state: State, view: View
+    request: Request, call: Call, sent: Submission[ResolvedRequest], *, state: State, shown_as: ShownAs
 ) -> Response:
     """Accept a job and answer with it, or as the same request was answered before."""
-    call = Call(caller, "POST /v1/videos", key, sent.fingerprint)
-    if key is None and is_plain(sent.checked(), caller=caller):
-        return await _taken_in(sent.checked(), call, request=request, state=state, view=view)
-    admit = admission(sent.order, caller=caller, state=state)
+    if call.key is None and is_plain(sent.checked(), caller=call.caller):
+        return await _taken_in(sent.checked(), call, request=request, state=state, shown_as=shown_as)
+    admit = admission(sent.order, caller=call.caller, state=state)
 
-    async def accept(session: AsyncSession) -> Video:
+    async def accept(session: AsyncSession) -> BaseModel:
         job = await admit(session)
-        return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
+        return shown_as(job, await state["lookup"].num_ahead_of_newcomer(job))
 
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
 
 
-async def _taken_in(resolved: ResolvedRequest, call: Call, *, request: Request, state: State, view: View) -> Response:
+async def _taken_in(
+    resolved: ResolvedRequest, call: Call, *, request: Request, state: State, shown_as: ShownAs
+) -> Response:
     check_priority(resolved.priority, caller=call.caller)
     new = new_job(resolved, caller=call.caller, state=state)
     num_ahead = None
@@ -107,7 +115,7 @@ async def _taken_in(resolved: ResolvedRequest, call: Call, *, request: Request, 
         num_ahead = await state["lookup"].num_before_end(new["model"], new["project"], new["priority"])
 
     def shown(job: Job) -> str:
-        return view.video(job, num_ahead=num_ahead).model_dump_json()
+        return shown_as(job, num_ahead).model_dump_json()
 
     async def attempt(commit: Commit) -> Response:
         return json_response(await state["intake"].add(new, shown, commit.note_sent, in_doubt=commit.was_sent))
