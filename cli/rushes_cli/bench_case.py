@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from rushes_core.clip import Clip
 from rushes_worker.layout import SERVED_DEGREES
@@ -91,12 +90,3 @@ def check_degree(sp: int) -> None:
     """
     if sp not in SERVED_DEGREES:
         raise UsageError(f"--sp must be one of {', '.join(map(str, SERVED_DEGREES))}, got {sp}")
-
-
-def check_folder(path: Path | None, option: str) -> None:
-    """
-    Raises:
-        UsageError: the file that is to be written at the end would have no folder to lie in.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")

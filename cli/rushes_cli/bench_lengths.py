@@ -1,8 +1,9 @@
-"""What benchmarks of devices and of a service have in common: lengths of clips and of prompts, and their texts."""
+"""What benchmarks of devices and of a service have in common: lengths of clips, prompts and their texts, and checks."""
 
 import argparse
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from rushes_core.captures import MAX_TEXT_CAPACITY
@@ -37,6 +38,15 @@ def check_lengths(arguments: argparse.Namespace) -> None:
             Clip.for_seconds(seconds)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """
+    Raises:
+        UsageError: the file that is to be written would have no folder to lie in.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
 
 def prompt_text(length: int) -> str:

@@ -32,7 +32,8 @@ from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
 from rushes_worker.pixels import PixelFormat
 
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_folder
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of
+from rushes_cli.bench_lengths import check_folder
 from rushes_cli.bench_share import seconds_of
 
 MEDIA_SECONDS = 120.0

@@ -5,6 +5,9 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.api import API_KEY
@@ -15,19 +18,19 @@ from support.waiting import wait_until
 SMALL = ("--size", "480x480", "--seconds", "4", "--tokens", "9")
 
 
-def begin(url: str, *words: str) -> subprocess.Popen[str]:
+def begin(url: str, *words: str, key: str = API_KEY) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*RUSHES, "bench", "service", *words],
-        env=clean_environment() | {"RUSHES_URL": url, "RUSHES_KEY": API_KEY},
+        env=clean_environment() | {"RUSHES_URL": url, "RUSHES_KEY": key},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def ended(url: str, *words: str) -> tuple[int, str, str]:
+def ended(url: str, *words: str, key: str = API_KEY) -> tuple[int, str, str]:
     """Exit status, standard output and standard error."""
-    with begin(url, *words) as command:
+    with begin(url, *words, key=key) as command:
         out, err = command.communicate(timeout=120)
     return command.returncode, out, err
 
@@ -45,6 +48,10 @@ def videos(service: Service) -> list[dict[str, object]]:
     """Those that the command made, the newest first."""
     found = service.http.get("/v1/videos", params={"metadata[made_by]": "rushes bench service", "limit": 100})
     return found.raise_for_status().json()["data"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_every_length_is_rendered_as_often_by_so_many_clients(quick_service: Service) -> None:
@@ -113,6 +120,87 @@ def test_a_clip_that_does_not_complete_is_told_and_the_others_are_measured(quick
     assert err.splitlines()[-1] == "rushes bench: 1 of 2 clips did not complete"
 
 
+def test_requests_are_sent_when_they_are_due_whatever_became_of_those_before(
+    quick_service: Service, tmp_path: Path
+) -> None:
+    out = tmp_path / "requests.jsonl"
+    words = ("--request-rate", "20", "--burstiness", "1000", "--requests", "6", "--warm-up", "0", "--out", str(out))
+    with paused(quick_service):
+        command = begin(quick_service.api.url, *SMALL, *words)
+        wait_until(lambda: len(videos(quick_service)) == 6)
+        assert lines_of(out) == []
+    stdout, err = command.communicate(timeout=120)
+    assert command.returncode == 0, err
+    run = json.loads(stdout)
+    assert (run["request_rate"], run["burstiness"], run["max_concurrency"]) == (20, 1000, 512)
+    assert "concurrency" not in run
+    assert (run["requests"], run["completed"], run["complete"], run["failed"]) == (6, 6, True, {})
+    requests = sorted(lines_of(out), key=lambda line: line["number"])
+    assert [(one["run"], one["number"], one["status"], one["code"]) for one in requests] == [
+        ("R=20", number, "completed", None) for number in range(6)
+    ]
+    assert {(one["seconds"], one["tokens"], one["size"], one["attempt"]) for one in requests} == {(4, 9, "480x480", 1)}
+    assert max(one["late_s"] for one in requests) == pytest.approx(run["late_s"]["max"], abs=1e-3)
+    assert max(one["latency_s"] for one in requests) == pytest.approx(run["latency_s"]["max"], abs=1e-3)
+    for one in requests:
+        assert one["latency_s"] > one["queued_s"] + one["run_s"] - 0.1
+        assert one["late_s"] >= 0
+    due = [datetime.fromisoformat(one["submitted_at"]).timestamp() - one["late_s"] for one in requests]
+    # the rate of many, whatever the gaps are
+    assert due[-1] - due[0] == pytest.approx(5 / 20, abs=0.01)
+    assert videos(quick_service) == []
+
+
+def test_time_that_a_request_was_sent_late_is_part_of_its_latency(quick_service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "requests.jsonl"
+    words = ("--request-rate", "50", "--max-concurrency", "1", "--requests", "3", "--warm-up", "1", "--out", str(out))
+    status, stdout, err = ended(quick_service.api.url, *SMALL, *words)
+    assert status == 0, err
+    assert err.count("warm-up: ") == 1
+    first, second, third = lines_of(out)
+    for before, after in ((first, second), (second, third)):
+        assert after["late_s"] > before["late_s"]
+        assert after["latency_s"] > before["latency_s"]
+        assert after["latency_s"] - after["late_s"] < before["latency_s"]
+    assert json.loads(stdout)["late_s"]["max"] == pytest.approx(third["late_s"], abs=1e-3)
+
+
+def test_what_the_api_turns_away_is_an_outcome_and_is_not_sent_again(quick_service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "requests.jsonl"
+    limited = quick_service.http.post("/v1/api_keys", json={"name": "bench", "max_queued": 2}).raise_for_status().json()
+    words = ("--request-rate", "50", "--requests", "5", "--warm-up", "0", "--out", str(out))
+    with paused(quick_service):
+        command = begin(quick_service.api.url, *SMALL, *words, key=limited["secret"])
+        wait_until(lambda: out.exists() and len(lines_of(out)) == 3)
+        turned_away = lines_of(out)
+    stdout, err = command.communicate(timeout=120)
+    assert {(one["status"], one["code"], one["id"], one["run_s"]) for one in turned_away} == {
+        ("refused", "queue_full", None, None)
+    }
+    run = json.loads(stdout)
+    assert (run["completed"], run["failed"], run["sent_again"]) == (2, {"queue_full": 3}, 0)
+    assert command.returncode == 1
+    assert err.splitlines()[-1] == "rushes bench: 3 of 5 clips did not complete"
+    assert [one["status"] for one in lines_of(out)[3:]] == ["completed"] * 2
+
+
+def test_a_run_that_is_broken_off_leaves_the_lines_of_what_had_ended(quick_service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "requests.jsonl"
+    out.write_text('{"run": "before"}\n')
+    words = ("--request-rate", "0.5", "--requests", "50", "--warm-up", "0", "--out", str(out))
+    with begin(quick_service.api.url, *SMALL, *words) as command:
+        wait_until(lambda: len(lines_of(out)) == 2)
+        command.send_signal(signal.SIGTERM)
+        stdout, err = command.communicate(timeout=60)
+    assert command.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == "rushes bench: interrupted; what it had queued is cancelled"
+    assert [one["run"] for one in lines_of(out)][:2] == ["before", "R=0.5"]
+    run = json.loads(stdout)
+    assert (run["complete"], run["completed"], run["requests"]) == (False, len(lines_of(out)) - 1, 50)
+    assert videos(quick_service) == []
+    assert quick_service.http.get("/v1/queue").json()["queued"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
@@ -128,6 +216,14 @@ def test_a_clip_that_does_not_complete_is_told_and_the_others_are_measured(quick
             "--requests must be at least the largest --concurrency, 2, got 1",
         ),
         (("--warm-up", "-1"), 2, "--warm-up must be at least 0, got -1"),
+        (("--request-rate", "0"), 2, "--request-rate must be above 0 and at most 1000, got 0"),
+        (("--request-rate", "nan"), 2, "--request-rate must be above 0 and at most 1000, got nan"),
+        (("--request-rate", "1", "--requests", "0"), 2, "--requests must be at least 1, got 0"),
+        (("--request-rate", "1", "--burstiness", "0"), 2, "--burstiness must be in 0.01..1,000,000, got 0"),
+        (("--request-rate", "1", "--max-concurrency", "901"), 2, "--max-concurrency must be in 1..900, got 901"),
+        (("--burstiness", "1"), 2, "--burstiness belongs to --request-rate"),
+        (("--max-concurrency", "1"), 2, "--max-concurrency belongs to --request-rate"),
+        (("--out", "/no/such/lines"), 2, "--out /no/such/lines: there is no folder /no/such"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
