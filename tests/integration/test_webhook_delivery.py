@@ -111,6 +111,20 @@ class TestSignature:
                 "created_at": json.loads(received.body)["created_at"],
             }
 
+    def test_the_time_is_that_of_the_database_whatever_the_clock_of_the_sender_says(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, secret = hooks.register(receiver.url())
+        hooks.completed()
+        clock = time.time
+        with monkeypatch.context() as skewed:
+            skewed.setattr(time, "time", lambda: clock() + 3_600)
+            with SenderThread(settings):
+                hooks.wait_for("delivered")
+        (received,) = receiver.received
+        Webhook(secret.text).verify(received.body, received.signed)
+        assert abs(int(received.headers["webhook-timestamp"]) - clock()) < 60
+
     def test_an_ed25519_signature_goes_beside_it(self, hooks: Hooks, receiver: Receiver, sender: SenderThread) -> None:
         hooks.register(receiver.url())
         hooks.completed()
@@ -208,6 +222,33 @@ class TestAgain:
         with SenderThread(settings):
             hooks.wait_for("delivered")
         assert len({one.event_id for one in receiver.received}) == 1
+
+    def test_a_lease_outlasts_each_request_however_long_the_claim_waited(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sender_module, "LEASE_MARGIN_SECONDS", 5.0)
+        hooks.register(receiver.url(), "video.started", "video.completed")
+        hooks.completed()
+        left: list[float] = []
+
+        def look(connection: Any, received: Received) -> None:
+            with hooks.engine.connect() as other:
+                seconds = (
+                    "SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float FROM webhook_deliveries"
+                )
+                left.append(other.execute(text(f"{seconds} WHERE state = 'delivering'")).scalar_one())
+            time.sleep(2.5)
+            reply(200)(connection, received)
+
+        receiver.always("/hook", look)
+        with hooks.engine.begin() as connection:
+            connection.execute(deliveries.lock_claims())
+            with SenderThread(settings):
+                time.sleep(3)
+                connection.commit()
+                wait_until(lambda: len(hooks.deliveries(state="delivered")) == 2)
+        assert len(left) == 2
+        assert min(left) >= settings.webhook_timeout_seconds
 
     def test_a_sender_that_lost_its_lease_records_nothing(self, hooks: Hooks, receiver: Receiver) -> None:
         hooks.register(receiver.url())

@@ -1,15 +1,19 @@
 """Which events there are, their order, and who is told: from the transitions of jobs to rows and receivers."""
 
 import json
+import socket
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rushes_core import jobs
 from rushes_core.models import Job
 from rushes_core.settings import Settings
+from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.tables import WebhookDelivery
 from sqlalchemy import func, text, update
-from support.receiver import Receiver, reply
+from support.job_rows import RESULT
+from support.receiver import Received, Receiver, reply
 from support.stack import SharedStack
 from support.waiting import wait_until
 from support.webhooks import LOCAL, Hooks, SenderThread
@@ -168,6 +172,39 @@ class TestOrder:
         assert first["data"]["sequence"] < second["data"]["sequence"]
         assert first["timestamp"] <= second["timestamp"]
 
+    def test_a_start_that_was_answered_after_the_end_is_not_tried_again(self, hooks: Hooks, settings: Settings) -> None:
+        ended = threading.Event()
+
+        def late(connection: socket.socket, received: Received) -> None:
+            ended.wait(20)
+            reply(500)(connection, received)
+
+        with Receiver() as receiver, SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0})):
+            hooks.register(receiver.url(), *ALL)
+            receiver.script("/hook", late, reply(200))
+            hooks.add()
+            job = hooks.run()
+            wait_until(lambda: receiver.received)
+            hooks.complete(job)
+            hooks.wait_for("delivered", type="video.completed")
+            ended.set()
+            hooks.wait_attempts(1, type="video.started")
+            hooks.make_due()
+            start = hooks.wait_for("cancelled", type="video.started")
+        assert (start.last_error, start.attempts) == ("superseded", 1)
+        assert len(receiver.received) == 2
+
+    def test_what_is_asked_for_once_more_is_told_although_the_end_was(self, hooks: Hooks, settings: Settings) -> None:
+        with Receiver() as receiver, SenderThread(settings):
+            hooks.register(receiver.url(), *ALL)
+            hooks.add()
+            hooks.complete(hooks.run())
+            wait_until(lambda: len(hooks.deliveries(state="delivered")) == 2)
+            start = hooks.delivery(type="video.started")
+            hooks.jobs.run(deliveries.redeliver(start, new_id=f"{start.id[:-1]}x"))
+            hooks.wait_for("delivered", kind="redelivery")
+        assert len(receiver.received) == 3
+
     def test_what_piled_up_is_told_in_order(self, hooks: Hooks, settings: Settings) -> None:
         with Receiver() as receiver:
             hooks.register(receiver.url(), *ALL)
@@ -175,6 +212,23 @@ class TestOrder:
             job = hooks.run()
             hooks.report(job, 10)
             hooks.complete(job)
+            with SenderThread(settings):
+                wait_until(lambda: len(hooks.deliveries(state="delivered")) == 3)
+        types = [json.loads(one.body)["type"] for one in receiver.received]
+        assert types == ["video.started", "video.progress", "video.completed"]
+
+    def test_what_piled_up_is_told_by_sequence_although_the_end_began_first(
+        self, hooks: Hooks, settings: Settings
+    ) -> None:
+        with Receiver() as receiver:
+            hooks.register(receiver.url(), *ALL)
+            hooks.add()
+            job = hooks.run()
+            with hooks.engine.begin() as connection:
+                # the time of an event is that at which its transaction began
+                connection.execute(text("SELECT now()"))
+                hooks.report(job, 10)
+                connection.execute(jobs.complete(job.id, fence=_fence(hooks, job), result=RESULT, timings={}))
             with SenderThread(settings):
                 wait_until(lambda: len(hooks.deliveries(state="delivered")) == 3)
         types = [json.loads(one.body)["type"] for one in receiver.received]
@@ -189,7 +243,7 @@ class TestDeletion:
             hooks.jobs.run(jobs.delete_job(job.id, project="default"))
             with SenderThread(settings):
                 delivery = hooks.wait_for("cancelled")
-            assert delivery.last_error == "video_deleted"
+            assert (delivery.last_error, delivery.attempts) == ("video_deleted", 0)
             assert not receiver.received
 
     def test_old_deliveries_and_events_are_forgotten(self, hooks: Hooks, settings: Settings) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert
 from sqlalchemy.sql.elements import ColumnElement
 
+from rushes_core.webhooks.events import END_TYPES, PASSING_TYPES
 from rushes_core.webhooks.schedule import DELAYS, JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS
 from rushes_core.webhooks.tables import WebhookAttempt, WebhookDelivery, WebhookEndpoint
 
@@ -67,9 +68,15 @@ class Claimed:
     campaign_id: str | None
     """Of which the job is."""
     event_at: datetime
+    sequence: int
+    """Of the event; rises with the events of a job or campaign."""
     created_at: datetime
+    claimed_at: float
+    """In Unix seconds by the clock of the database."""
     is_deleted: bool
     """Whether the job or campaign was deleted: it tells nothing any more."""
+    is_superseded: bool
+    """Whether the endpoint took the end of what this tells of while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +164,15 @@ SELECT claimed.id, claimed.fence, claimed.kind, claimed.project, claimed.endpoin
     CASE WHEN e.secret IS NULL THEN CASE WHEN s.previous_until > now() THEN s.previous_secret END
         WHEN e.previous_until > now() THEN e.previous_secret END AS previous_secret,
     o.data, j.request -> 'metadata' AS metadata, j.custom_id, j.campaign_id,
-    coalesce(o.created_at, claimed.created_at) AS event_at, claimed.created_at,
-    j.deleted_at IS NOT NULL OR c.deleted_at IS NOT NULL AS is_deleted
+    coalesce(o.created_at, claimed.created_at) AS event_at, claimed.sequence, claimed.created_at,
+    extract(epoch FROM clock_timestamp())::float AS claimed_at,
+    j.deleted_at IS NOT NULL OR c.deleted_at IS NOT NULL AS is_deleted,
+    claimed.type = ANY (:passing_types) AND EXISTS (
+        SELECT FROM webhook_deliveries AS told
+        WHERE told.job_id = claimed.job_id AND told.endpoint_id = claimed.endpoint_id AND told.state = 'delivered'
+            AND told.type = ANY (:end_types) AND told.sequence > claimed.sequence
+            AND told.finished_at >= claimed.created_at
+    ) AS is_superseded
 FROM claimed JOIN webhook_endpoints AS e ON e.id = claimed.endpoint_id
     LEFT JOIN webhook_secrets AS s ON e.secret IS NULL AND s.project = e.project
     LEFT JOIN outbox AS o ON o.event_id = claimed.event_id
@@ -207,6 +221,8 @@ def claim(
         concurrency=concurrency,
         lease_seconds=lease_seconds,
         breaker=BREAKER_FAILURES,
+        passing_types=list(PASSING_TYPES),
+        end_types=list(END_TYPES),
     )
 
 
@@ -252,6 +268,7 @@ WITH outcomes AS MATERIALIZED (
 ), settled AS (
     UPDATE webhook_deliveries AS d
     SET state = o.state, step = o.step, lease_until = NULL,
+        attempts = CASE WHEN o.state = 'cancelled' THEN d.attempts - 1 ELSE d.attempts END,
         last_status = CASE WHEN o.state = 'cancelled' THEN d.last_status ELSE o.status END,
         last_error = o.error,
         next_at = CASE o.state WHEN 'pending' THEN now() + make_interval(secs => o.delay) ELSE d.next_at END,
@@ -317,8 +334,8 @@ SET state = 'cancelled', last_error = 'superseded', finished_at = now()
 FROM webhook_deliveries AS told
 WHERE told.id = ANY (:ids) AND told.state = 'delivered' AND d.job_id = told.job_id
     AND d.endpoint_id = told.endpoint_id AND d.state = 'pending' AND d.sequence < told.sequence
-    AND d.type IN ('video.started', 'video.progress', 'batch.progress')
-""").bindparams(ids=list(delivery_ids))
+    AND d.type = ANY (:passing_types)
+""").bindparams(ids=list(delivery_ids), passing_types=list(PASSING_TYPES))
 
 
 def cancel_pending(endpoint_ids: Collection[str], *, reason: str) -> TextClause:

@@ -29,7 +29,9 @@ DEFAULT_BATCH_TYPES: tuple[str, ...] = BATCH_FINAL_TYPES
 """What a campaign's `webhook_url` is told unless the client says otherwise."""
 EVENT_TYPES = (*VIDEO_TYPES, *BATCH_TYPES)
 END_TYPES = (*FINAL_TYPES, *BATCH_FINAL_TYPES)
-"""Whoever was told one of these needs nothing that came before it."""
+"""Whoever was told one of these needs none of `PASSING_TYPES` that came before it."""
+PASSING_TYPES = (STARTED, PROGRESS, BATCH_PROGRESS)
+"""What is of no use any more to whoever was told what came of it."""
 
 SAMPLE_VIDEO = "video_00000000000000000000000000"
 """The job that test events tell of. There is none."""

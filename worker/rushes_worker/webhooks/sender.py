@@ -115,6 +115,8 @@ class Sender:
             failing = False
             while not self._stopping:
                 self._wake.clear()
+                # leases run from the beginning of the transaction, however long it waits
+                began = time.monotonic()
                 try:
                     claimed = await self._turn()
                 except (DBAPIError, PoolTimeout, OSError) as error:
@@ -127,7 +129,7 @@ class Sender:
                     log.info("webhook_turn_recovered")
                 failing = False
                 for group in _by_job(claimed):
-                    task = asyncio.create_task(self._deliver(group, time.monotonic()))
+                    task = asyncio.create_task(self._deliver(group, began, time.monotonic()))
                     self._under_way[task] = group
                     task.add_done_callback(self._ended)
                 if not claimed and not self._done:
@@ -179,15 +181,22 @@ class Sender:
             elif endpoint.failures == deliveries.BREAKER_FAILURES:
                 log.warning("webhook_endpoint_paused", endpoint_id=endpoint.id, failures=endpoint.failures)
 
-    async def _deliver(self, group: list[Claimed], claimed_at: float) -> None:
-        """Make the requests of one job's or campaign's deliveries to one endpoint, earlier events first."""
+    async def _deliver(self, group: list[Claimed], leased_at: float, claimed_at: float) -> None:
+        """Make the requests of one job's or campaign's deliveries to one endpoint, earlier events first.
+
+        Args:
+            leased_at: when their leases began at the earliest, in monotonic seconds.
+            claimed_at: when they were heard of, in monotonic seconds.
+        """
         for claimed in group:
             # the lease must outlast the request: another sender would make the same one
-            if time.monotonic() > claimed_at + self._lease_seconds - self._timeout_seconds - 1:
+            if time.monotonic() > leased_at + self._lease_seconds - self._timeout_seconds - 1:
                 self._unsent.append((claimed.id, claimed.fence))
                 continue
             try:
-                outcome = await self._attempt(claimed)
+                # receivers refuse what is minutes off, and the clock of this machine may be
+                now = claimed.claimed_at + time.monotonic() - claimed_at
+                outcome = await self._attempt(claimed, int(now))
             except Exception:
                 # it is tried again by the schedule: one that was only left to its lease would be for ever
                 log.exception("webhook_attempt_crashed", delivery_id=claimed.id)
@@ -205,11 +214,13 @@ class Sender:
                     error=outcome.error,
                 )
 
-    async def _attempt(self, claimed: Claimed) -> Outcome:
+    async def _attempt(self, claimed: Claimed, timestamp: int) -> Outcome:
         ended = Outcome(claimed.id, claimed.fence, "cancelled")
         is_of_batch = claimed.type in BATCH_TYPES
         if claimed.is_deleted:
             return replace(ended, error="batch_deleted" if is_of_batch else "video_deleted")
+        if claimed.is_superseded:
+            return replace(ended, error="superseded")
         if claimed.data is None and claimed.kind != "test":
             return replace(ended, error="event_forgotten")
         if claimed.secret is None or claimed.url is None:
@@ -231,7 +242,7 @@ class Sender:
             ),
             data=sample_data(claimed.type) if claimed.data is None else claimed.data,
         )
-        headers = sign(claimed.event_id, int(time.time()), body, secrets, self._public_keys)
+        headers = sign(claimed.event_id, timestamp, body, secrets, self._public_keys)
         return _after(claimed, await self._transport.post(claimed.url, body, headers))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -295,8 +306,8 @@ def _by_job(claimed: Iterable[Claimed]) -> list[list[Claimed]]:
     return [sorted(group, key=_order) for group in groups.values()]
 
 
-def _order(claimed: Claimed) -> datetime:
-    return claimed.event_at
+def _order(claimed: Claimed) -> tuple[int, datetime]:
+    return claimed.sequence, claimed.event_at
 
 
 def _after(claimed: Claimed, answer: Answer) -> Outcome:
