@@ -14,9 +14,9 @@ from redis import Redis
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.queue import WEBHOOK_QUEUE
 from rushes_core.settings import Settings
-from rushes_core.webhooks import deliveries
+from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.schedule import DELAYS
-from rushes_core.webhooks.signing import PublicKeys
+from rushes_core.webhooks.signing import PublicKeys, SigningSecret, Vault
 from rushes_worker.webhooks import sender as sender_module
 from sqlalchemy import text
 from standardwebhooks import Webhook
@@ -417,3 +417,22 @@ class TestSeveral:
         with SenderThread(other):
             assert hooks.wait_attempts(1).last_error == "secret_unreadable"
         assert not receiver.received
+
+    def test_the_old_key_for_secrets_may_go_when_all_were_rotated_and_old_ones_still_sign(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url("/registered"))
+        hooks.project_secret()
+        new = settings.model_copy(update={"webhook_key": SecretStr(urlsafe_b64encode(b"o" * 32).decode())})
+        both = SecretStr(f"{new.webhook_key.get_secret_value()},{settings.webhook_key.get_secret_value()}")
+        vault = Vault(settings.model_copy(update={"webhook_key": both}))
+        secret, project_secret = SigningSecret.new(), SigningSecret.new()
+        hooks.jobs.run(endpoints.rotate(endpoint_id, secret, vault=vault, keeps=True, project="default"))
+        hooks.jobs.run(endpoints.rotate_secret("default", project_secret, vault=vault, keeps=True))
+        hooks.completed(receiver.url("/own"))
+        with SenderThread(new):
+            wait_until(lambda: len(hooks.deliveries(state="delivered")) == 2)
+        for path, current in (("/registered", secret), ("/own", project_secret)):
+            (received,) = receiver.at(path)
+            Webhook(current.text).verify(received.body, received.signed)
+            assert received.headers["webhook-signature"].count("v1,") == 1

@@ -29,7 +29,7 @@ from rushes_core.webhooks.events import (
 )
 from rushes_core.webhooks.guard import Guard, Lookup, look_up
 from rushes_core.webhooks.schedule import JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS, delay_after, retry_after
-from rushes_core.webhooks.signing import PublicKeys, SecretUnreadable, Vault, sign
+from rushes_core.webhooks.signing import PublicKeys, SecretUnreadable, SigningSecret, Vault, sign
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -226,7 +226,7 @@ class Sender:
         if claimed.secret is None or claimed.url is None:
             return replace(ended, error="secret_missing")
         try:
-            secrets = [self._vault.unlock(one) for one in (claimed.secret, claimed.previous_secret) if one is not None]
+            secrets = self._secrets(claimed.secret, claimed.previous_secret, endpoint_id=claimed.endpoint_id)
         except SecretUnreadable:
             log.error("webhook_secret_unreadable", endpoint_id=claimed.endpoint_id)
             return _after(claimed, Answer(None, SecretUnreadable.code, 0))
@@ -244,6 +244,20 @@ class Sender:
         )
         headers = sign(claimed.event_id, timestamp, body, secrets, self._public_keys)
         return _after(claimed, await self._transport.post(claimed.url, body, headers))
+
+    def _secrets(self, current: bytes, previous: bytes | None, *, endpoint_id: str) -> list[SigningSecret]:
+        """What signs: without the secret of before, if that is unreadable, whoever has the current one is still told.
+
+        Raises:
+            SecretUnreadable: the current one is.
+        """
+        secrets = [self._vault.unlock(current)]
+        if previous is not None:
+            try:
+                secrets.append(self._vault.unlock(previous))
+            except SecretUnreadable:
+                log.warning("webhook_previous_secret_unreadable", endpoint_id=endpoint_id)
+        return secrets
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._under_way[task]
