@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rushes_api.routers import webhook_deliveries
 from rushes_core import jobs
 from rushes_core.ids import new_delivery_id, new_endpoint_id, new_video_id
 from rushes_core.settings import Settings
@@ -227,6 +228,31 @@ class TestReplay:
         assert hooks.deliveries()[-1].url == URL
 
     def test_deleted_videos_and_endpoints_that_are_off_are_left_out(self, hooks: Hooks, client: httpx.Client) -> None:
+    def test_it_goes_on_past_events_of_the_same_moment_that_were_told_meanwhile(
+        self, hooks: Hooks, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(webhook_deliveries, "MAX_REPLAYED", 2)
+        wanted = [hooks.completed().id for _ in range(5)]
+        with hooks.engine.begin() as connection:
+            # all in one transaction, as when a campaign is cancelled; the last one after it
+            connection.execute(
+                text("UPDATE outbox SET created_at = created_at - interval '1 hour' WHERE job_id <> :last"),
+                {"last": wanted[-1]},
+            )
+            connection.execute(
+                text("UPDATE outbox SET created_at = (SELECT min(created_at) FROM outbox) WHERE job_id <> :last"),
+                {"last": wanted[-1]},
+            )
+        hooks.register(URL)
+        since, pages = LONG_AGO, 0
+        while since is not None and pages < 5:
+            since = replay(client, since=since)["next_since"]
+            pages += 1
+            with hooks.engine.begin() as connection:
+                connection.execute(text("UPDATE webhook_deliveries SET state = 'delivered', finished_at = now()"))
+        assert since is None
+        assert sorted(one.job_id or "" for one in hooks.deliveries()) == sorted(wanted)
+
         gone = hooks.completed()
         hooks.jobs.run(jobs.delete_job(gone.id, project="default"))
         hooks.completed()

@@ -1,7 +1,7 @@
 """The log of webhooks: what was delivered, every attempt, and deliveries once more."""
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/webhook_deliveries", tags=["webhooks"])
 
 STATUSES = ("pending", "delivering", "delivered", "failed", "cancelled")
 MAX_REPLAYED = 10_000
-"""Deliveries that one replay makes."""
+"""Deliveries that one replay makes, and those of events of the same moment as the last one."""
 
 
 class AttemptObject(BaseModel):
@@ -254,12 +254,13 @@ async def replay_webhooks(
             limit=MAX_REPLAYED,
         )
         made = (await session.execute(statement)).scalars().all()
-        has_more = len(made) == MAX_REPLAYED
+        has_more = len(made) >= MAX_REPLAYED
         return ReplayResult(
             object="webhook_replay",
             count=len(made),
             has_more=has_more,
-            next_since=made[-1].isoformat() if has_more else None,
+            # nothing of the last moment is left
+            next_since=(made[-1] + timedelta(microseconds=1)).isoformat() if has_more else None,
         )
 
     call = Call(caller, "POST /v1/webhook_deliveries/replay", None, "", is_harmless=True)

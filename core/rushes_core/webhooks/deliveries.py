@@ -558,7 +558,8 @@ def replay(
 ) -> TextClause:
     """Deliver the events of a time once more to whoever is to be told of them now, the oldest first.
 
-    Those that wait for delivery there anyway are passed over. `event_at` of each.
+    Those that wait for delivery there anyway are passed over. `event_at` of each. There are more than `limit` of them
+    if events of the last moment would be left otherwise.
     """
     return text(f"""
 WITH told AS MATERIALIZED (
@@ -573,7 +574,7 @@ WITH told AS MATERIALIZED (
             SELECT FROM webhook_deliveries AS d WHERE d.endpoint_id = t.endpoint_id AND d.event_id = o.event_id
                 AND d.state IN ('pending', 'delivering')
         )
-    ORDER BY o.created_at, o.id LIMIT :limit
+    ORDER BY o.created_at FETCH FIRST (:limit) ROWS WITH TIES
 ), made AS (
     INSERT INTO webhook_deliveries (id, project, endpoint_id, kind, event_id, job_id, type, sequence, url)
     SELECT new_webhook_delivery_id(), :project, endpoint_id, 'replay', event_id, job_id, type, sequence, url FROM told
