@@ -8,8 +8,9 @@ import httpx
 import pytest
 from rushes_api.routers import webhook_deliveries
 from rushes_core import jobs
-from rushes_core.ids import new_delivery_id, new_endpoint_id, new_video_id
+from rushes_core.ids import new_delivery_id, new_endpoint_id, new_test_event_id, new_video_id
 from rushes_core.settings import Settings
+from rushes_core.webhooks import deliveries
 from sqlalchemy import text
 from support.api import API_KEY, AUTHORIZED, ThreadedApi
 from support.checkpoints import tiny_checkpoint
@@ -227,7 +228,6 @@ class TestReplay:
         assert replay(client)["count"] == 1
         assert hooks.deliveries()[-1].url == URL
 
-    def test_deleted_videos_and_endpoints_that_are_off_are_left_out(self, hooks: Hooks, client: httpx.Client) -> None:
     def test_it_goes_on_past_events_of_the_same_moment_that_were_told_meanwhile(
         self, hooks: Hooks, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -253,6 +253,7 @@ class TestReplay:
         assert since is None
         assert sorted(one.job_id or "" for one in hooks.deliveries()) == sorted(wanted)
 
+    def test_deleted_videos_and_endpoints_that_are_off_are_left_out(self, hooks: Hooks, client: httpx.Client) -> None:
         gone = hooks.completed()
         hooks.jobs.run(jobs.delete_job(gone.id, project="default"))
         hooks.completed()
@@ -325,3 +326,32 @@ class TestSwitchedOff:
             assert hooks.wait_for("cancelled").last_error == "endpoint_deleted"
         assert len(receiver.received) == 1
         assert hooks.endpoint(endpoint_id).secret == b""
+
+    def test_a_test_that_came_just_after_its_endpoint_was_deleted_does_not_wait_for_ever(
+        self, hooks: Hooks, client: httpx.Client, settings: Settings
+    ) -> None:
+        endpoint_id, _ = hooks.register(URL)
+        found = hooks.endpoint(endpoint_id)
+        answered(client.delete(f"/v1/webhook_endpoints/{endpoint_id}"))
+        made = deliveries.test(found, new_id=new_delivery_id(), event_id=new_test_event_id(), type="video.completed")
+        hooks.jobs.run(made)
+        with SenderThread(settings):
+            assert hooks.wait_for("cancelled").last_error == "endpoint_deleted"
+
+    def test_that_another_url_is_gone_does_not_disable_an_endpoint_that_has_moved(
+        self, hooks: Hooks, client: httpx.Client, receiver: Receiver, settings: Settings
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url("/old"))
+
+        def move_and_be_gone(connection: Any, received: Any) -> None:
+            answered(client.post(f"/v1/webhook_endpoints/{endpoint_id}", json={"url": receiver.url("/new")}))
+            reply(410)(connection, received)
+
+        receiver.script("/old", move_and_be_gone)
+        first = hooks.completed()
+        with SenderThread(settings):
+            assert hooks.wait_attempts(1, job_id=first.id).last_error == "gone"
+            second = hooks.completed()
+            wait_until(lambda: hooks.deliveries(job_id=second.id, state="delivered"))
+        assert hooks.endpoint(endpoint_id).state == "enabled"
+        assert [one.path for one in receiver.received] == ["/old", "/new"]

@@ -214,6 +214,30 @@ class TestAnswers:
         hooks.set_endpoint(endpoint_id, open_until=None)
         wait_until(lambda: len(receiver.received) == 2)
 
+    @pytest.mark.parametrize(("status", "failures"), [(200, 0), (500, 2)])
+    def test_the_answers_that_were_under_way_do_not_end_the_wait_that_was_asked_for(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, status: int, failures: int
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url())
+        held = threading.Event()
+
+        def later(connection: socket.socket, received: Received) -> None:
+            held.wait(20)
+            reply(status)(connection, received)
+
+        receiver.script("/hook", later, reply(429, retry_after="120"))
+        first, second = hooks.completed(), hooks.completed()
+        with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0})):
+            wait_until(lambda: hooks.endpoint(endpoint_id).open_until is not None)
+            until = hooks.endpoint(endpoint_id).open_until
+            held.set()
+            wait_until(lambda: not hooks.deliveries(state="delivering"))
+            hooks.completed()
+        assert {one.last_status for one in hooks.deliveries() if one.job_id in (first.id, second.id)} == {status, 429}
+        assert hooks.endpoint(endpoint_id).failures == failures
+        assert hooks.endpoint(endpoint_id).open_until == until
+        assert len(receiver.received) == 2
+
 
 class TestTls:
     def test_a_certificate_must_be_of_the_name_and_in_its_time(

@@ -96,8 +96,8 @@ class Outcome:
     step: int = 0
     hold: float | None = None
     """Seconds for which the endpoint asked not to be sent anything."""
-    is_gone: bool = False
-    """Whether the endpoint said that it is no more."""
+    gone_url: str | None = None
+    """Where it was said that the endpoint is no more."""
 
 
 _LOCK = text("SELECT pg_advisory_xact_lock(738764376)")
@@ -263,7 +263,7 @@ _SETTLE = text(
 WITH outcomes AS MATERIALIZED (
     SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcome (
         id text, fence bigint, state text, status smallint, error text, duration_ms bigint, excerpt text,
-        delay float8, step smallint, hold float8, is_gone boolean
+        delay float8, step smallint, hold float8, gone_url text
     )
 ), settled AS (
     UPDATE webhook_deliveries AS d
@@ -275,14 +275,14 @@ WITH outcomes AS MATERIALIZED (
         finished_at = CASE WHEN o.state <> 'pending' THEN now() END
     FROM outcomes AS o WHERE d.id = o.id AND d.fence = o.fence AND d.state = 'delivering'
     RETURNING d.id, d.endpoint_id, d.kind, d.event_id, d.job_id, d.url, d.state, d.attempts, d.sequence, d.type,
-        d.last_status, o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.is_gone
+        d.last_status, o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.gone_url
 ), logged AS (
     INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
     SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
 ), {_told("settled", state=_SETTLED)}, sums AS (
     SELECT endpoint_id, bool_or(state = 'delivered') AS succeeded,
-        count(*) FILTER (WHERE error IS NOT NULL AND NOT is_gone) AS failed,
-        max(hold) AS hold, bool_or(is_gone) AND bool_or(url IS NULL) AS is_gone
+        count(*) FILTER (WHERE error IS NOT NULL AND gone_url IS NULL) AS failed,
+        max(hold) AS hold, array_agg(gone_url) FILTER (WHERE url IS NULL AND gone_url IS NOT NULL) AS gone
     FROM settled WHERE kind <> 'test' AND state <> 'cancelled' GROUP BY endpoint_id
 ), locked AS MATERIALIZED (  -- in one order, whoever settles; most endpoints are well and stay as they are
     SELECT e.id FROM webhook_endpoints AS e JOIN sums ON sums.endpoint_id = e.id
@@ -292,15 +292,17 @@ WITH outcomes AS MATERIALIZED (
 UPDATE webhook_endpoints AS e
 SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
     failing_since = CASE WHEN succeeded THEN NULL ELSE coalesce(failing_since, now()) END,
+    -- one success ends the pauses of an endpoint that is probed, and no wait that another one asked for
     open_until = greatest(
+        CASE WHEN open_until > now() AND (failures < :breaker OR NOT succeeded) THEN open_until END,
         CASE WHEN NOT succeeded AND failures + failed >= :breaker THEN now() + make_interval(secs => (
             least(:longest, :first * power(2, least(failures + failed - :breaker, 10))) * (0.8 + 0.4 * random())
         )) END,
         now() + make_interval(secs => hold)
     ),
-    state = CASE WHEN is_gone OR e.origin IS NULL AND NOT succeeded AND failures + failed >= :breaker
+    state = CASE WHEN e.url = ANY (gone) OR e.origin IS NULL AND NOT succeeded AND failures + failed >= :breaker
         AND failing_since < now() - make_interval(days => :days) THEN 'disabled' ELSE state END,
-    disabled_reason = CASE WHEN is_gone THEN 'gone' WHEN e.origin IS NULL AND NOT succeeded
+    disabled_reason = CASE WHEN e.url = ANY (gone) THEN 'gone' WHEN e.origin IS NULL AND NOT succeeded
         AND failures + failed >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
         ELSE disabled_reason END
 FROM sums JOIN locked ON locked.id = sums.endpoint_id WHERE e.id = sums.endpoint_id
@@ -358,7 +360,7 @@ WITH waiting AS MATERIALIZED (
     SELECT d.id, """
         + _WHY_OFF
         + """ AS reason FROM webhook_endpoints AS e JOIN webhook_deliveries AS d ON d.endpoint_id = e.id
-    WHERE (e.state = 'disabled' OR e.deleted_at IS NOT NULL) AND d.state = 'pending' AND d.kind <> 'test'
+    WHERE (e.state = 'disabled' AND d.kind <> 'test' OR e.deleted_at IS NOT NULL) AND d.state = 'pending'
     LIMIT :limit FOR NO KEY UPDATE OF d SKIP LOCKED
 )
 UPDATE webhook_deliveries AS d SET state = 'cancelled', finished_at = now(), last_error = waiting.reason

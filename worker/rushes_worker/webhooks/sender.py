@@ -339,7 +339,7 @@ def _after(claimed: Claimed, answer: Answer) -> Outcome:
     if answer.error is None or claimed.kind == "test":
         return outcome
     if answer.status == HTTPStatus.GONE:
-        return replace(outcome, is_gone=True)
+        return replace(outcome, gone_url=claimed.url)
     if claimed.number >= MAX_ATTEMPTS or claimed.created_at < datetime.now(UTC) - timedelta(days=MAX_AGE_DAYS):
         return outcome
     wanted = retry_after(answer.retry_after)
