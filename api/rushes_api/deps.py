@@ -1,7 +1,7 @@
 """What endpoints ask for: the session, the caller's project, the job in the path, the served model, the store."""
 
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from typing import Annotated, Any, TypedDict, cast
 
 from anyio import CapacityLimiter
@@ -214,10 +214,11 @@ SCOPES_NEEDED: dict[Callable[..., Any], str] = {
 _IN_MAP = re.compile(r"(\w+)\[.*\]", re.DOTALL)
 
 
-def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
+def query(*names: str, several: Collection[str] = ()) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, str]]]:
     """A dependency that gives the query's parameters and refuses those not in `names`, and repeated ones.
 
-    `metadata[]` in `names` stands for every `metadata[key]`.
+    `metadata[]` in `names` stands for every `metadata[key]`. Those in `several` may be repeated: they are joined by
+    commas.
     """
 
     async def parameters(request: Request) -> Mapping[str, str]:
@@ -226,7 +227,9 @@ def query(*names: str) -> Callable[[Request], Coroutine[Any, Any, Mapping[str, s
             in_map = _IN_MAP.fullmatch(name)
             if (name if in_map is None else f"{in_map[1]}[]") not in names:
                 raise _unknown_parameter(name)
-            if name in values:
+            if name in values and name in several:
+                value = f"{values[name]},{value}"
+            elif name in values:
                 shown_name = printable(name)
                 raise ApiError(f"{shown_name} is given twice", param=shown_name, code="duplicate_parameter")
             values[name] = value

@@ -1,4 +1,4 @@
-"""Every error as the client sees it: OpenAI's envelope, and RFC 9457 beside it for those who ask.
+"""Every error as the client sees it: OpenAI's envelope, and RFC 9457 beside it for those who ask; below /v2 MiniMax's.
 
 ApiError                        status, code, message and headers of one answer
 ├── Unauthorized           401
@@ -37,6 +37,15 @@ log = get_logger(__name__)
 RETRY_AFTER_SECONDS = 5
 PROBLEM_JSON = "application/problem+json"
 MAX_DETAILS = 20
+
+MINIMAX_PREFIX = "/v2/"
+_MINIMAX_ERRORS = {
+    HTTPStatus.BAD_REQUEST: ("bad_request_error", 2013),
+    HTTPStatus.UNAUTHORIZED: ("authorized_error", 1004),
+    HTTPStatus.TOO_MANY_REQUESTS: ("rate_limit_error", 1002),
+    HTTPStatus.INTERNAL_SERVER_ERROR: ("server_error", 1000),
+}
+"""By status, MiniMax's word and number for an error."""
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _CODES = {
@@ -246,6 +255,13 @@ def _invalid_parameters(error: RequestValidationError) -> ApiError:
 def render(error: ApiError, *, request_id: str, path: str, accept: str) -> Response:
     """The response for `error`. Its body is ASCII whatever the message holds."""
     status = HTTPStatus(error.status)
+    if path.startswith(MINIMAX_PREFIX):
+        return Response(
+            json.dumps(_minimax_body(error, status, request_id)),
+            status.value,
+            headers=error.headers,
+            media_type="application/json",
+        )
     envelope = {
         "message": str(error),
         "type": _error_type(status),
@@ -278,6 +294,24 @@ def _error_type(status: HTTPStatus) -> str:
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_error"
     return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+
+
+def _minimax_body(error: ApiError, status: HTTPStatus, request_id: str) -> dict[str, Any]:
+    """MiniMax's envelope, whose messages end with a number that its clients look for; `code` and `param` are additions.
+
+    The contract: https://platform.minimax.io/docs/api-reference/errorcode
+    """
+    is_ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    other = _MINIMAX_ERRORS[HTTPStatus.INTERNAL_SERVER_ERROR if is_ours else HTTPStatus.BAD_REQUEST]
+    kind, number = _MINIMAX_ERRORS.get(status, other)
+    detail = {
+        "type": kind,
+        "message": f"{error} ({number})",
+        "http_code": str(status.value),
+        "code": error.code,
+        "param": error.param,
+    }
+    return {"type": "error", "error": detail, "request_id": request_id}
 
 
 def _wants_problem(accept: str) -> bool:

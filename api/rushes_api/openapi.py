@@ -21,7 +21,9 @@ from rushes_core.files import ALL_PURPOSES
 
 from rushes_api.campaign_options import MAPS, OPTIONS
 from rushes_api.deps import QUERY_NAMES, SCOPES_NEEDED
-from rushes_api.errors import PROBLEM_JSON
+from rushes_api.errors import MINIMAX_PREFIX, PROBLEM_JSON
+from rushes_api.minimax_task import STATES as TASK_STATES
+from rushes_api.minimax_task import TASK_TYPES
 
 Object = dict[str, Any]
 
@@ -72,13 +74,36 @@ class Problem(BaseModel):
     error: Error
 
 
+class MiniMaxError(BaseModel):
+    """What went wrong, to MiniMax's clients."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    type: str
+    """`bad_request_error`, `authorized_error`, `rate_limit_error` or `server_error`."""
+    message: str
+    """Ends with MiniMax's number for it."""
+    http_code: str
+    code: str
+    param: str | None
+    """The field, parameter or header that is at fault."""
+
+
+class MiniMaxErrorBody(BaseModel):
+    """Every answer of 400 and above below /v2."""
+
+    type: str
+    error: MiniMaxError
+    request_id: str
+
+
 _DESCRIPTION = """\
 OpenAI's Videos API, served by FastH3, with additions. The official `openai` SDK works unmodified, lines 2.x and 3.x.
 
 Every answer has the header `x-request-id`: the one that was sent, if it is a token of at most 128 characters, or a new
 one. A `traceparent` is noted in the log. Unknown query parameters and fields are refused by name. Errors are OpenAI's
-envelope; with `Accept: application/problem+json` they are RFC 9457 and still hold it. `HEAD` is served wherever `GET`
-is, except for event streams."""
+envelope; with `Accept: application/problem+json` they are RFC 9457 and still hold it. Below `/v2` they are MiniMax's.
+`HEAD` is served wherever `GET` is, except for event streams."""
 
 _TAGS = {
     "videos": "Jobs: accepted, followed, cancelled, fetched",
@@ -86,6 +111,7 @@ _TAGS = {
     "campaigns": "Thousands of jobs from one file; OpenAI calls them batches",
     "queue": "What waits, and whether it may start",
     "workers": "Replicas of the model, for operators",
+    "minimax": "MiniMax's video API, for clients that were written for it",
     "models": "What is served, and its limits",
     "projects": "Whose jobs are apart from each other's, for operators",
     "api keys": "Who may send requests, and how many",
@@ -295,6 +321,23 @@ _QUERY_OF_QUEUE: dict[str, Object] = {
         "schema": {"type": "string", "pattern": rf"^\*$|{PROJECT}"},
     }
 }
+_QUERY_OF_TASKS: dict[str, Object] = {
+    "page_num": {
+        "description": "Which page",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 1},
+    },
+    "page_size": {
+        "description": "How many at most",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    },
+    "filter.status": {"description": "Only those with this status", "schema": {"enum": list(TASK_STATES)}},
+    "filter.model": {"description": "Only those of this model", "schema": {"type": "string"}},
+    "filter.task_type": {"description": "Only those of this kind", "schema": {"enum": list(TASK_TYPES)}},
+    "filter.task_ids": {
+        "description": "Only these",
+        "schema": {"type": "array", "items": {"type": "string", "pattern": VIDEO_ID}},
+    },
+}
 _AFTER = {
     "/v1/videos": VIDEO_ID,
     "/v1/videos/{video_id}/attempts": "^attempt_[0-9]{1,18}$",
@@ -339,7 +382,7 @@ def describe(app: FastAPI) -> Object:
     components["responses"] = {name: _shared(status) for status, (name, _, _) in _ERRORS.items()}
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)
-    for model in (ErrorBody, Problem):
+    for model in (ErrorBody, Problem, MiniMaxErrorBody):
         _add_schema(model.model_json_schema(), components["schemas"])
     for route, method in _documented(app):
         operation = document["paths"][route.path_format][method.lower()]
@@ -388,6 +431,8 @@ def _complete(operation: Object, route: APIRoute, method: str, schemas: Object) 
     if "requestBody" in operation:
         _complete_body(operation["requestBody"], schemas)
     _complete_responses(operation, has_body=method in ("POST", "PATCH"), has_key=bool(scopes))
+    if route.path_format.startswith(MINIMAX_PREFIX):
+        _put_errors_in_minimax_envelope(operation["responses"])
 
 
 def _scope(needed: str, method: str) -> str:
@@ -412,6 +457,8 @@ def _query_parameter(name: str, path: str, method: str) -> Object:
         known = _QUERY_OF_OPTIONS | _QUERY_OF_CAMPAIGNS if method == "POST" else _QUERY | _QUERY_OF_CAMPAIGNS
     elif path.startswith("/v1/queue"):
         known = _QUERY | _QUERY_OF_QUEUE
+    elif path.startswith(MINIMAX_PREFIX):
+        known = _QUERY_OF_TASKS
     about: Object = {"schema": {"type": "string"}, **known.get(name, {})}
     if name == "after" and path in _AFTER:
         about["schema"] = {"type": "string", "pattern": _AFTER[path]}
@@ -508,6 +555,12 @@ def _error(status: int, declared: Object) -> Object:
         return shared | declared | {"headers": shared["headers"] | declared["headers"]}
     reference: Object = {"$ref": f"#/components/responses/{name}"}
     return reference if not declared.get("description") else reference | {"description": declared["description"]}
+
+
+def _put_errors_in_minimax_envelope(responses: Object) -> None:
+    schema = {"$ref": f"#/components/schemas/{MiniMaxErrorBody.__name__}"}
+    for status in [status for status in responses if int(status) >= HTTPStatus.BAD_REQUEST]:
+        responses[status] = _shared(int(status)) | {"content": {"application/json": {"schema": schema}}}
 
 
 def _shared(status: int) -> Object:

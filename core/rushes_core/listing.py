@@ -60,6 +60,13 @@ def page(*, project: str, filters: Filters, after: str | None, limit: int, desce
     return select(Job).where(Job.id.in_(select(ids.c.id))).order_by(order).limit(limit + 1)
 
 
+def all_listed(*, project: str, filters: Filters) -> Select[Job]:
+    """The jobs of every page, newest first, for pages that go by their number. Without pairs of metadata."""
+    assert not filters.metadata
+    statement = _Scan(project, filters, None, None, descending=True).of(select(Job), None)
+    return statement if filters.states is None else statement.where(in_states(*filters.states))
+
+
 @dataclass(frozen=True, slots=True)
 class _Scan:
     """What is read of an index: of all a project's jobs, or of those in one state."""
@@ -67,7 +74,7 @@ class _Scan:
     project: str
     filters: Filters
     after: str | None
-    limit: int
+    limit: int | None
     descending: bool
 
     def ids(self, state: JobState | None) -> SelectBase:

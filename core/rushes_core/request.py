@@ -137,6 +137,8 @@ class ResolvedRequest:
     output: dict[str, Any]
     """Members of the field `output`, those that were given."""
     webhook: Webhook | None
+    model_requested: str | None = None
+    """What the client called the model, where that is not its name here."""
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -145,6 +147,7 @@ class ResolvedRequest:
             "seconds": self.seconds,
             "size_requested": self.size_requested,
             "metadata": self.metadata,
+            **({} if self.model_requested is None else {"model_requested": self.model_requested}),
             **({} if self.not_before is None else {"not_before": self.not_before.timestamp()}),
             **({} if self.retention_seconds is None else {"retention_seconds": self.retention_seconds}),
             **({"output": self.output} if self.output else {}),

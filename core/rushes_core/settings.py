@@ -119,7 +119,8 @@ class Settings(DatabaseSettings):
     api_key: SecretStr = SecretStr("")
     """The operator's bearer key: project `default`, every scope, no limits. The API does not start without one."""
     api_origin: Annotated[str, AfterValidator(check_own_origin)] = ""
-    """Origin at which clients reach the API, `https://host`; guards against redirects to itself when it is set."""
+    """Origin at which clients reach the API, `https://host`; guards against redirects to itself, and begins addresses
+    of clips, when it is set."""
     cors_origins: Annotated[str, AfterValidator(check_page_origins)] = ""
     """Origins of web pages that may call the API, separated by commas; `*`: all of them; empty: none."""
     content_delivery: ContentDelivery = ContentDelivery.PROXY
