@@ -34,6 +34,9 @@ def populate(settings: Settings, url: str, folder: Path) -> dict[str, list[str]]
     with httpx.Client(base_url=url, headers=AUTHORIZED, timeout=120) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         driver.report_replica(model=model, state="ready")
+        # a run before this one may have paused it
+        for project in ("default", "*"):
+            http.post("/v1/queue/resume", params={"project": project}).raise_for_status()
         ids = [http.post("/v1/videos", json={"prompt": "a dog"}).json()["id"] for _ in range(6)]
         _, running, completed, failed, cancelled, deleted = ids
         driver.complete(completed, b"clip" * 1_000, folder)
