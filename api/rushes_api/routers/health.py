@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from rushes_api.deps import AppState
 from rushes_api.errors import RETRY_AFTER_SECONDS
-from rushes_api.openapi import Error
+from rushes_api.openapi_errors import Error
 from rushes_api.readiness import OK
 
 router = APIRouter(tags=["health"])
