@@ -19,9 +19,12 @@ from typing import Any
 
 from rushes_core.contract import InferenceContract
 from rushes_core.errors import RushesError
+from rushes_core.log import get_logger
 
 from rushes_worker.commands import Boot, Command, Report
 from rushes_worker.wake import Wake
+
+log = get_logger(__name__)
 
 PULSE_SECONDS = 0.5
 SILENCE_SECONDS = 3.0
@@ -179,7 +182,11 @@ class NodeLink:
                     self._wake.poke()
         except (EOFError, OSError):
             pass
-        self._lose()
+        except Exception as error:
+            # of another release, perhaps: this one would wait for what it cannot read
+            log.warning("node_unreadable", error=repr(error))
+        finally:
+            self._lose()
 
     def _pulse(self) -> None:
         while not self._lost.wait(PULSE_SECONDS):

@@ -12,7 +12,6 @@ from rushes_worker.node_link import (
     SILENCE_SECONDS,
     Joined,
     NodeLink,
-    NotTrusted,
     Occupied,
     Welcome,
     hear,
@@ -39,7 +38,9 @@ class NodePort:
         self._secret = secret
         self._welcome = welcome
         self._on_change = on_change
+        self._lock = threading.Lock()
         self._link: NodeLink | None = None
+        self._taken: NodeLink | None = None
         self._closing = threading.Event()
         try:
             self._listener = socket.create_server((host, port))
@@ -55,9 +56,17 @@ class NodePort:
 
     @property
     def link(self) -> NodeLink | None:
-        """To the node that has joined; None while there is none. Who uses it closes it when it is lost."""
+        """To the node that has joined; None while there is none."""
         link = self._link
         return None if link is None or link.is_lost else link
+
+    def take(self) -> NodeLink | None:
+        """`link`, to be used until this is called again; the one that was taken before is closed if it is lost."""
+        with self._lock:
+            if self._taken is not None and self._taken.is_lost:
+                self._taken.close()
+            link = self._taken = self.link
+            return link
 
     def close(self) -> None:
         """Hang up and listen no more."""
@@ -65,8 +74,9 @@ class NodePort:
         # somebody who came a moment ago may not have proved anything yet
         self._thread.join(SILENCE_SECONDS)
         self._listener.close()
-        if self._link is not None:
-            self._link.close()
+        for link in (self._link, self._taken):
+            if link is not None:
+                link.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -87,7 +97,8 @@ class NodePort:
                 answer = hear(connection, 10 * SILENCE_SECONDS)
             finally:
                 connection.close()
-        except (NotTrusted, OSError) as error:
+        except Exception as error:
+            # also what another release of a node says and this one cannot read: the next one must find the port open
             log.warning("node_turned_away", address=address, error=str(error))
             connected.close()
             return
@@ -96,7 +107,11 @@ class NodePort:
             connected.close()
             return
         log.info("node_joined", address=address, name=answer.name)
-        self._link = NodeLink(connected, on_loss=self._lost)
+        with self._lock:
+            before, self._link = self._link, NodeLink(connected, on_loss=self._lost)
+            if before is not None and before is not self._taken:
+                # it was lost before anybody needed it
+                before.close()
         self._on_change()
 
     def _lost(self) -> None:
