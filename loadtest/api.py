@@ -22,6 +22,7 @@ from typing import Any
 
 import bench
 import http_load
+from command_line import amount, at_least, run
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
 from rushes_core.database import create_sync_engine
@@ -331,9 +332,9 @@ def main() -> None:
         "pollers": pollers_load,
     }
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--workers", type=int, default=2, help="processes of the API (default 2)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each case (default 15)")
-    parser.add_argument("--jobs", type=int, default=1_000_000, help="rows behind the list (default 1,000,000)")
+    parser.add_argument("--workers", type=at_least(1), default=2, help="processes of the API (default 2)")
+    parser.add_argument("--seconds", type=amount, default=15.0, help="of each case (default 15)")
+    parser.add_argument("--jobs", type=at_least(1), default=1_000_000, help="rows behind the list (default 1,000,000)")
     parser.add_argument("--only", nargs="+", choices=[*cases, "list"], default=[*cases, "list"])
     arguments = parser.parse_args()
     with running_api(arguments.workers) as server:
@@ -346,4 +347,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

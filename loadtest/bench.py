@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+from rushes_cli.main import UsageError, one_line_database_errors
 from rushes_cli.stack import EmbeddedStack
 from rushes_core.database import migrate
+from rushes_core.setting_rules import problems
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
 
@@ -37,17 +40,32 @@ SELECT 'key_' || name, name, name, '0000', sha256(name::bytea), '{}', '{}' FROM 
 
 @contextmanager
 def servers() -> Iterator[Settings]:
-    """Settings on the servers of the environment (`RUSHES_*`), or on an embedded stack in a temporary directory."""
+    """Settings on the servers of the environment (`RUSHES_*`), or on an embedded stack in a temporary directory.
+
+    Raises:
+        UsageError: a variable is wrong.
+        RushesError: the database cannot be reached.
+    """
     if "RUSHES_DATABASE_URL" in os.environ:
-        settings = Settings(checkpoint=Path("/nonexistent"))  # pyright: ignore[reportCallIssue]
-        migrate(settings)
+        settings = _settings({})
+        with one_line_database_errors():
+            migrate(settings)
         yield settings
         return
+    # what is wrong with the others is told before servers start
+    _settings({"database_url": "postgresql+psycopg://host/name", "redis_url": "redis://host/0", "s3_bucket": "load"})
     with tempfile.TemporaryDirectory(prefix="rushes-load-") as directory, EmbeddedStack(directory) as stack:
         fields: dict[str, Any] = {name.removeprefix("RUSHES_").lower(): v for name, v in stack.settings_env.items()}
-        settings = Settings(checkpoint=Path("/nonexistent"), **fields)
+        settings = _settings(fields)
         migrate(settings)
         yield settings
+
+
+def _settings(fields: dict[str, Any]) -> Settings:
+    try:
+        return Settings(checkpoint=Path("/nonexistent"), **fields)
+    except ValidationError as error:
+        raise UsageError(f"settings: {problems(error, Settings)}") from None
 
 
 def clear(engine: Engine) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import bench
 import httpx
+from command_line import at_least, run
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
 from rushes_core import claims, jobs, replicas
@@ -283,7 +284,7 @@ def _num_events(engine: Engine, campaign_id: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=100_000)
+    parser.add_argument("--lines", type=at_least(1), default=100_000)
     parser.add_argument("--form", choices=["jsonl", "csv"], default="jsonl")
     parser.add_argument("--gzip", action="store_true")
     parser.add_argument("--cases", nargs="+", choices=["load", "cancel"], default=["load", "cancel"])
@@ -298,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

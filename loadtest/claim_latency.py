@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import bench
+from command_line import amount, at_least, run
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_worker.ledger import Ledger
@@ -37,13 +38,15 @@ def claims(settings: Settings, owner: str, count: int, rate: float) -> list[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--jobs", type=int, default=1_000_000)
-    parser.add_argument("--projects", type=int, default=200)
-    parser.add_argument("--claims", type=int, default=4_000)
-    parser.add_argument("--connections", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=200.0, help="claims a second of several connections together")
+    parser.add_argument("--jobs", type=at_least(1), default=1_000_000)
+    parser.add_argument("--projects", type=at_least(1), default=200)
+    parser.add_argument("--claims", type=at_least(1), default=4_000)
+    parser.add_argument("--connections", type=at_least(1), default=4)
+    parser.add_argument("--rate", type=amount, default=200.0, help="claims a second of several connections together")
     parser.add_argument("--keep", action="store_true", help="the queue is filled already")
     arguments = parser.parse_args()
+    if arguments.claims < arguments.connections:
+        parser.error(f"--claims must be at least --connections, {arguments.connections}, got {arguments.claims}")
     with bench.servers() as settings:
         engine = create_sync_engine(settings)
         if not arguments.keep:
@@ -74,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,12 +20,16 @@ import os
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import av
 import numpy as np
 import scenes
+from command_line import amount, at_least, canvas, clip_seconds, run
+from rushes_cli.main import UsageError
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip, units_of
 from rushes_core.variants import BY_PRODUCTS
 from rushes_worker.media.encode import ClipEncoder
@@ -44,30 +48,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
     finish = actions.add_parser("finish")
-    finish.add_argument("--seconds", type=float, nargs="+", default=[10.0])
-    finish.add_argument("--rate", type=float, default=100.0, help="frames a second; 0: all units at once")
+    finish.add_argument("--seconds", type=clip_seconds, nargs="+", default=[10.0])
+    finish.add_argument("--rate", type=_rate, default=100.0, help="frames a second; 0: all units at once")
     finish.add_argument("--by", choices=("unit", "frame"), default="unit", help="what is handed over at a time")
-    finish.add_argument("--repeat", type=int, default=5)
+    finish.add_argument("--repeat", type=at_least(1), default=5)
     finish.add_argument("--scene", choices=scenes.SCENES, default="drift")
     finish.add_argument("--pixels", nargs="+", choices=list(PixelFormat), default=[PixelFormat.RGB24], type=PixelFormat)
     finish.add_argument("--timeline", action="store_true", help="also when each part of the last clip was at work")
     finish.set_defaults(run=_finish)
     presets = actions.add_parser("presets")
-    presets.add_argument("--seconds", type=float, default=5.0)
+    presets.add_argument("--seconds", type=clip_seconds, default=5.0)
     presets.add_argument("--scenes", nargs="+", choices=scenes.SCENES, default=list(scenes.SCENES))
     presets.add_argument("--presets", nargs="+", choices=PRESETS["libx264"], default=PRESETS["libx264"][:-1])
     presets.add_argument("--crf", type=int, nargs="+", default=[EncoderSettings().crf])
     presets.set_defaults(run=_presets)
     many = actions.add_parser("many")
-    many.add_argument("--clips", type=int, default=500)
-    many.add_argument("--sizes", nargs="+", default=["480x480"])
-    many.add_argument("--seconds", type=float, nargs="+", default=[4.0])
-    many.add_argument("--encoders", type=int, default=2, help="segments at once (default 2)")
-    many.add_argument("--env", nargs="+", default=[""], metavar="NAME=VALUE", help="with commas for several variables")
+    many.add_argument("--clips", type=at_least(1), default=500)
+    many.add_argument("--sizes", type=_canvas, nargs="+", default=[(480, 480)], metavar="WxH")
+    many.add_argument("--seconds", type=clip_seconds, nargs="+", default=[4.0])
+    many.add_argument("--encoders", type=at_least(1), default=2, help="segments at once (default 2)")
+    many.add_argument(
+        "--env",
+        type=_variables,
+        nargs="+",
+        default=[{}],
+        metavar="NAME=VALUE",
+        help="with commas for several variables",
+    )
     many.set_defaults(run=_many)
     upload = actions.add_parser("upload")
-    upload.add_argument("--seconds", type=float, default=10.0)
-    upload.add_argument("--repeat", type=int, default=5)
+    upload.add_argument("--seconds", type=clip_seconds, default=10.0)
+    upload.add_argument("--repeat", type=at_least(1), default=5)
     upload.set_defaults(run=_upload)
     for action in (finish, presets):
         default = default_encoders()
@@ -79,16 +90,48 @@ def main() -> None:
     arguments.run(arguments)
 
 
+def _rate(text: str) -> float:
+    return 0.0 if text == "0" else amount(text)
+
+
+def _canvas(text: str) -> tuple[int, int]:
+    width, height = canvas(text)
+    if width > scenes.WIDTH or height > scenes.HEIGHT:
+        raise argparse.ArgumentTypeError(f"a size must be at most {scenes.WIDTH}x{scenes.HEIGHT}, got {text}")
+    return width, height
+
+
+def _variables(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, with commas for several, got {text}")
+    return {name: value for name, _, value in pairs}
+
+
+def _settings(**values: Any) -> EncoderSettings:
+    """
+    Raises:
+        UsageError: there is no such encoder.
+    """
+    try:
+        return EncoderSettings(**values)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def _finish(arguments: argparse.Namespace) -> None:
-    rgb = scenes.SCENES[arguments.scene](Clip.for_seconds(max(arguments.seconds)).num_frames)
-    frames = {pixels: rgb if pixels is PixelFormat.RGB24 else _yuv420(rgb) for pixels in arguments.pixels}
-    for interval in arguments.keyframe_interval:
-        settings = EncoderSettings(
+    several = [
+        _settings(
             preset=arguments.preset,
             keyframe_interval=interval,
             encoders=arguments.encoders,
             threads=arguments.threads,
         )
+        for interval in arguments.keyframe_interval
+    ]
+    rgb = scenes.SCENES[arguments.scene](Clip.for_seconds(max(arguments.seconds)).num_frames)
+    frames = {pixels: rgb if pixels is PixelFormat.RGB24 else _yuv420(rgb) for pixels in arguments.pixels}
+    for settings in several:
         for seconds in arguments.seconds:
             count = Clip.for_seconds(seconds).num_frames
             clips = [_Finished(pixels, whole[:count], settings, arguments) for pixels, whole in frames.items()]
@@ -201,8 +244,7 @@ def _yuv420(frames: np.ndarray) -> np.ndarray:
 def _many(arguments: argparse.Namespace) -> None:
     whole = scenes.drift(Clip.for_seconds(max(arguments.seconds)).num_frames)
     clips: list[np.ndarray] = []
-    for size in arguments.sizes:
-        width, height = map(int, size.split("x"))
+    for width, height in arguments.sizes:
         frames = np.ascontiguousarray(whole[:, :height, :width])
         clips += [frames[: Clip.for_seconds(seconds).num_frames] for seconds in arguments.seconds]
     order = np.random.default_rng(8).integers(len(clips), size=arguments.clips)
@@ -223,12 +265,11 @@ def _many(arguments: argparse.Namespace) -> None:
 class _Many:
     """A process that makes clip after clip, and what it holds and takes."""
 
-    def __init__(self, env: str, encoders: int, folder: Path) -> None:
+    def __init__(self, env: dict[str, str], encoders: int, folder: Path) -> None:
         self._env, self._folder = env, folder
-        variables = dict(variable.split("=", 1) for variable in env.split(",") if variable)
         before = dict(os.environ)
-        os.environ.update(variables)
-        self.media = MediaProcess(EncoderSettings(encoders=encoders))
+        os.environ.update(env)
+        self.media = MediaProcess(_settings(encoders=encoders))
         os.environ.clear()
         os.environ.update(before)
         self._waits: list[float] = []
@@ -288,6 +329,16 @@ def _upload(arguments: argparse.Namespace) -> None:
 
 
 def _presets(arguments: argparse.Namespace) -> None:
+    several = [
+        _settings(
+            preset=preset,
+            crf=crf,
+            keyframe_interval=interval,
+            encoders=arguments.encoders,
+            threads=arguments.threads,
+        )
+        for preset, crf, interval in product(arguments.presets, arguments.crf, arguments.keyframe_interval)
+    ]
     num_frames = Clip.for_seconds(arguments.seconds).num_frames
     print(
         "| scene | preset | CRF | interval | MB/10 s | CPU s/10 s | PSNR dB | SSIM |\n|---|---|---|---|---|---|---|---|"
@@ -295,23 +346,14 @@ def _presets(arguments: argparse.Namespace) -> None:
     for scene in arguments.scenes:
         frames = scenes.SCENES[scene](num_frames)
         lossless = [_luma(frame) for frame in frames[::_COMPARED]]
-        for preset in arguments.presets:
-            for crf in arguments.crf:
-                for interval in arguments.keyframe_interval:
-                    settings = EncoderSettings(
-                        preset=preset,
-                        crf=crf,
-                        keyframe_interval=interval,
-                        encoders=arguments.encoders,
-                        threads=arguments.threads,
-                    )
-                    size, cpu, psnr, ssim = _encode(frames, lossless, settings)
-                    share = 10 * FPS / num_frames
-                    print(
-                        f"| {scene} | {preset} | {crf} | {interval} | {size * share / 1e6:.2f} | {cpu * share:.2f} "
-                        f"| {psnr:.2f} | {ssim:.4f} |",
-                        flush=True,
-                    )
+        for settings in several:
+            size, cpu, psnr, ssim = _encode(frames, lossless, settings)
+            share = 10 * FPS / num_frames
+            print(
+                f"| {scene} | {settings.preset} | {settings.crf} | {settings.keyframe_interval} "
+                f"| {size * share / 1e6:.2f} | {cpu * share:.2f} | {psnr:.2f} | {ssim:.4f} |",
+                flush=True,
+            )
 
 
 def _encode(
@@ -382,4 +424,4 @@ def _status_kib(pid: int, field: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import bench
 from alembic import command
+from command_line import amount, at_least, run
 from rushes_core.database import alembic_config, create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import Connection, text
@@ -70,9 +71,9 @@ def cancel(connection: Connection, number: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--jobs", type=int, default=200_000)
-    parser.add_argument("--projects", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=20.0, help="writes a second of each writer")
+    parser.add_argument("--jobs", type=at_least(1), default=200_000)
+    parser.add_argument("--projects", type=at_least(1), default=200)
+    parser.add_argument("--rate", type=amount, default=20.0, help="writes a second of each writer")
     arguments = parser.parse_args()
     with bench.servers() as settings:
         config = alembic_config(settings.database_url)
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -30,6 +30,7 @@ from typing import Any
 
 import bench
 import httpx
+from command_line import amount, at_least, run
 from rankless import RanklessReplica
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
@@ -438,10 +439,10 @@ def audit(night: Night, sent: list[Sent], receiver: Receiver) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=10_000, help="lines of all campaigns together")
-    parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--seconds-per-clip", type=float, default=0.08, help="of the smallest shape, for 34 s in truth")
-    parser.add_argument("--interactive-every", type=float, default=1.0, metavar="SECONDS")
+    parser.add_argument("--jobs", type=at_least(8), default=10_000, help="lines of all campaigns together")
+    parser.add_argument("--replicas", type=at_least(2), default=8)
+    parser.add_argument("--seconds-per-clip", type=amount, default=0.08, help="of the smallest shape, in truth 34 s")
+    parser.add_argument("--interactive-every", type=amount, default=1.0, metavar="SECONDS")
     arguments = parser.parse_args()
     receiver = Receiver()
     with service(receiver) as (night, settings):
@@ -477,4 +478,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

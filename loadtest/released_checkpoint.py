@@ -23,6 +23,7 @@ from typing import Any
 
 import bench
 import torch
+from command_line import at_least, run
 from rushes_core.contract import CONTRACT_FILE
 from rushes_worker.checkpoint.configs import VisionConfig
 from rushes_worker.checkpoint.directory import examine
@@ -201,16 +202,25 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"no tensor can be made on {text}: {str(error).splitlines()[0]}") from None
+    return device
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="does not exist, or is empty")
-    parser.add_argument("--device", default="cpu", help="draws the weights (default cpu)")
-    parser.add_argument("--threads", type=int, default=min(16, os.cpu_count() or 1))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=_device, default="cpu", help="draws the weights (default cpu)")
+    parser.add_argument("--threads", type=at_least(1), default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--divide", type=int, default=1, choices=(1, 2, 4, 8), help="widths and heads by this")
     parser.add_argument("--empty", action="store_true", help="write no values: a file system with holes takes no room")
     arguments = parser.parse_args()
-    path, device = arguments.directory, torch.device(arguments.device)
+    path, device = arguments.directory, arguments.device
     sizes = divided(RELEASED, arguments.divide)
     began = time.perf_counter()
     try:
@@ -239,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from command_line import amount, at_least, canvas, clip_frames, run
 from replica_kills import STAGES, Kills
 from rushes_cli.bench_lengths import mixed
+from rushes_cli.main import UsageError
+from rushes_core.contract import load_contract
 from rushes_core.database import create_sync_engine
+from rushes_core.errors import CheckpointError
 from rushes_core.models import Replica
 from rushes_worker.layout import Layout
 from worker_run import Record, Shape, WorkerRun, all_shapes, gpu_used_bytes
@@ -165,7 +169,7 @@ def report_start(run: WorkerRun, *, began: float, replicas: int, seconds: float)
 
 def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
     """How many jobs did not complete."""
-    layout = Layout.parse(arguments.layout)
+    layout: Layout = arguments.layout
     shapes = all_shapes(arguments.sizes, arguments.frames, arguments.tokens)
     # next to each other, so that replicas side by side have one of each
     warm = [shape for shape in shapes for _ in range(layout.replicas * arguments.warm_up)]
@@ -184,7 +188,7 @@ def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
         missing += jobs.follow(began=began, seconds=arguments.limit)
         after = report_memory(run, run.until_idle(layout.replicas, seconds=arguments.limit), "all jobs")
         bench.report("growth", bytes={name: after[name] - before.get(name, 0) for name in after})
-    bench.report("jobs", layout=arguments.layout, missing=missing, **jobs.summary(), load_average=os.getloadavg()[0])
+    bench.report("jobs", layout=str(layout), missing=missing, **jobs.summary(), load_average=os.getloadavg()[0])
     if arguments.kill_stages:
         kills = Kills(run, layout, shapes[0], seconds=arguments.limit)
         for turn in range(arguments.rounds):
@@ -193,28 +197,43 @@ def measure(run: WorkerRun, arguments: argparse.Namespace) -> int:
     return missing
 
 
+def _layout(text: str) -> Layout:
+    try:
+        return Layout.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--weights", help="as `rushes worker` takes it")
-    parser.add_argument("--layout", default="r1s1")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--sizes", nargs="+", default=["832x480"], metavar="WxH")
-    parser.add_argument("--frames", type=int, nargs="+", default=[107])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[200], help="characters of the prompt")
-    parser.add_argument("--jobs", type=int, default=3, help="each shape as often as the others, in random order")
-    parser.add_argument("--seed", type=int, default=0, help="of that order")
+    parser.add_argument("--layout", type=_layout, default="r1s1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--sizes", type=canvas, nargs="+", default=[(832, 480)], metavar="WxH")
+    parser.add_argument("--frames", type=clip_frames, nargs="+", default=[107])
+    parser.add_argument("--tokens", type=at_least(1), nargs="+", default=[200], help="characters of the prompt")
     parser.add_argument(
-        "--warm-up", type=int, default=0, help="jobs of each shape for each replica before those that count"
+        "--jobs", type=at_least(0), default=3, help="each shape as often as the others, in random order"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of that order")
+    parser.add_argument(
+        "--warm-up", type=at_least(0), default=0, help="jobs of each shape for each replica before those that count"
     )
     parser.add_argument(
         "--kill-stages", nargs="+", default=[], choices=STAGES, help="after the jobs, of the first shape"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="of kills at each stage")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that each part may take")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="of kills at each stage")
+    parser.add_argument("--limit", type=amount, default=600.0, help="seconds that each part may take")
     parser.add_argument("--log", type=Path, help="keep the worker's log")
     arguments = parser.parse_args()
+    try:
+        load_contract(arguments.checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"--checkpoint {error}") from None
     with bench.servers() as found, tempfile.TemporaryDirectory(prefix="rushes-replica-") as folder:
+        if "capture" in arguments.kill_stages and not found.capture:
+            raise UsageError("--kill-stages capture: RUSHES_CAPTURE names nothing that is captured at start")
         settings = found.model_copy(
             update={
                 "checkpoint": arguments.checkpoint,
@@ -228,7 +247,7 @@ def main() -> int:
         bench.clear(create_sync_engine(settings, pool_size=1))
         log = arguments.log or Path(folder) / "worker.log"
         with WorkerRun(
-            settings, layout=arguments.layout, device=arguments.device, weights=arguments.weights, log=log
+            settings, layout=str(arguments.layout), device=arguments.device, weights=arguments.weights, log=log
         ) as run:
             missing = measure(run, arguments)
         if missing:
@@ -237,4 +256,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rushes_core.errors import RushesError
 from rushes_core.models import Job, Replica
 from rushes_core.states import JobState, Phase
 from rushes_worker.layout import Layout
@@ -157,12 +158,12 @@ class Kills:
         """Kill one rank, another one each time; when that was.
 
         Raises:
-            RuntimeError: none of them is a rank of this worker any more.
+            RushesError: none of them is a rank of this worker any more.
         """
         processes = self._run.processes()
         own = [pid for pid in pids if processes.get(pid) == "rank"]
         if not own:
-            raise RuntimeError(f"processes {pids} are no ranks of this worker")
+            raise RushesError(f"processes {pids} are no ranks of this worker")
         self._turn += 1
         at = time.time()
         os.kill(own[self._turn % len(own)], signal.SIGKILL)

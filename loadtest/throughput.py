@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from command_line import amount, at_least, run
 from rankless import RanklessReplica
 from rushes_core import claims, jobs
 from rushes_core.claims import ClaimedJob
 from rushes_core.database import create_sync_engine
+from rushes_core.errors import RushesError
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
 from rushes_core.settings import Settings
@@ -131,11 +133,11 @@ def written(engine: Engine) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
-    parser.add_argument("--projects", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--jobs", type=int, default=60_000, help="queued before each case")
+    parser.add_argument("--projects", type=at_least(1), default=20)
+    parser.add_argument("--seconds", type=amount, default=15.0)
+    parser.add_argument("--jobs", type=at_least(1), default=60_000, help="queued before each case")
     arguments = parser.parse_args()
     with bench.servers() as settings:
         engine = create_sync_engine(settings)
@@ -154,7 +156,8 @@ def main() -> None:
             # the clients have ended, and with that told what they committed
             commits_after, wal_bytes_after = written(engine)
             count = sum(jobs_done for jobs_done, _ in done)
-            assert count < arguments.jobs, "no jobs were left: the figure would be too low"
+            if count >= arguments.jobs:
+                raise RushesError(f"no jobs were left of --jobs {arguments.jobs}: the figure would be too low")
             with engine.connect() as connection:
                 ended = "SELECT count(*) FROM outbox WHERE type = 'video.completed'"
                 told = connection.execute(text(ended)).scalar_one()
@@ -178,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from command_line import amount, at_least, run
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_core.webhooks import endpoints
@@ -201,13 +202,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--deliveries", type=int, default=8_000)
-    parser.add_argument("--endpoints", type=int, default=20)
-    parser.add_argument("--senders", type=int, default=1)
-    parser.add_argument("--hostile", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--cases", nargs="+", default=["throughput", "dead", "hostile"])
+    parser.add_argument("--deliveries", type=at_least(1), default=8_000)
+    parser.add_argument("--endpoints", type=at_least(1), default=20)
+    parser.add_argument("--senders", type=at_least(1), default=1)
+    parser.add_argument("--hostile", type=at_least(0), default=20)
+    parser.add_argument("--seconds", type=amount, default=20)
+    cases = ("throughput", "dead", "hostile")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     options = parser.parse_args()
+    if options.deliveries < options.endpoints:
+        parser.error(f"--deliveries must be at least --endpoints, {options.endpoints}, got {options.deliveries}")
     with bench.servers() as found:
         key = urlsafe_b64encode(os.urandom(32)).decode()
         settings = Settings(**(found.model_dump() | {"webhook_key": key, "webhook_loopback": True}))
@@ -222,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

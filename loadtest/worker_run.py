@@ -17,9 +17,11 @@ from typing import Any, Self
 
 import psutil
 from rushes_cli.bench_lengths import prompt_text
+from rushes_cli.main import UsageError
 from rushes_core.arrivals import CREATE
 from rushes_core.contract import load_contract
 from rushes_core.database import create_sync_engine
+from rushes_core.errors import RushesError
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job, Replica
 from rushes_core.served_model import model_name
@@ -55,10 +57,9 @@ class Shape:
         return f"{self.width}x{self.height}x{self.frames}, {self.tokens} tokens"
 
 
-def all_shapes(sizes: Sequence[str], frames: Sequence[int], tokens: Sequence[int]) -> list[Shape]:
-    """Every combination; a size is `WxH`."""
-    edges = [tuple(map(int, size.split("x"))) for size in sizes]
-    return [Shape(width, height, *rest) for (width, height), *rest in product(edges, frames, tokens)]
+def all_shapes(sizes: Sequence[tuple[int, int]], frames: Sequence[int], tokens: Sequence[int]) -> list[Shape]:
+    """Every combination; a size is width and height."""
+    return [Shape(width, height, *rest) for (width, height), *rest in product(sizes, frames, tokens)]
 
 
 class WorkerRun:
@@ -160,14 +161,19 @@ class WorkerRun:
         """Read the log until `is_so`.
 
         Raises:
-            RuntimeError: it is not in time, or the worker has ended; with the end of its log.
+            UsageError: the worker refuses what it was given.
+            RushesError: it is not in time, or the worker has ended; with why it refused, or the end of its log.
         """
         deadline = time.monotonic() + seconds
         while not is_so():
-            ended = self._process is None or self._process.poll() is not None
+            status = None if self._process is None else self._process.poll()
+            ended = self._process is None or status is not None
             if ended or time.monotonic() > deadline:
+                text = self._log.read_text()
+                if ended and (refusals := [line for line in text.splitlines() if line.startswith("rushes worker: ")]):
+                    raise UsageError(refusals[-1]) if status == 2 else RushesError(refusals[-1])
                 why = "the worker has ended" if ended else f"not in {seconds:g} s"
-                raise RuntimeError(f"{what}: {why}\n{self._log.read_text()[-4_000:]}")
+                raise RushesError(f"{what}: {why}\n{text[-4_000:]}")
             time.sleep(every)
             self.read()
         self.read()
