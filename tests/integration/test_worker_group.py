@@ -275,6 +275,6 @@ def test_checkpoint_that_no_rank_can_load_is_refused(
 
 def test_idle_rank_that_dies_is_noticed(start_group: StartGroup) -> None:
     group = start_group()
-    os.kill(group.pids[0], signal.SIGTERM)
-    with pytest.raises(GroupLost, match="Rank 0 of the worker was killed by SIGTERM"):
+    os.kill(group.pids[0], signal.SIGKILL)
+    with pytest.raises(GroupLost, match="Rank 0 of the worker was killed by SIGKILL"):
         group.wait(5)

@@ -15,6 +15,9 @@ from rushes_core.parent import signal_with_parent
 if TYPE_CHECKING:
     from rushes_core.settings import Settings
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What asks a worker to stop: some who ask, as systemd, ask each of its processes."""
+
 _PREFIX = "RUSHES_"
 _SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
 
@@ -43,6 +46,12 @@ def end_with_parent(parent_pid: int) -> None:
     signal_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def leave_signals_to_parent() -> None:
+    """Have this process not end at what asks a whole worker to stop: its parent decides when that is."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def exit_status(child: subprocess.Popen[bytes]) -> int | None:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rushes_core.contract import load_contract
 from rushes_core.errors import (
@@ -37,7 +38,7 @@ from rushes_worker.network import interface_of
 from rushes_worker.node_link import secret_of
 from rushes_worker.pipeline.options import SYNTHETIC, check_devices_serve, check_options, seed_of
 from rushes_worker.scratch import check_directory
-from rushes_worker.stopping import ignore_signals
+from rushes_worker.stopping import ignore_signals, on_stop
 
 log = get_logger(__name__)
 
@@ -114,14 +115,7 @@ class Launcher:
         if replica.process is None:
             if now >= replica.start_at:
                 replica.started_at = now
-                replica.refusal, theirs = os.pipe()
-                replica.process = spawn(
-                    "rushes_worker.supervisor",
-                    [str(theirs), *replica.assignment.arguments()],
-                    env=self._environment,
-                    pass_fds=(theirs,),
-                )
-                os.close(theirs)
+                self._start(replica)
             return True
         status = replica.process.poll()
         if status is None:
@@ -131,10 +125,7 @@ class Launcher:
         if status == EXIT_UNFIT or (status == EXIT_NAME_TAKEN and not replica.has_run):
             self._refusals.tell(status, why)
             return False
-        replica.failures = 1 if now - replica.started_at > _STEADY_SECONDS else replica.failures + 1
-        seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (replica.failures - 1))
-        replica.start_at = now + seconds
-        fields = {"replica": replica.assignment.replica, "restart_seconds": seconds}
+        fields = _postpone(replica)
         if status == EXIT_NAME_TAKEN:
             # the others of this worker go on
             log.error("name_taken", reason=why, **fields)
@@ -142,6 +133,22 @@ class Launcher:
             replica.has_run = True
             log.error("supervisor_died", ended=how_it_ended(status), **fields)
         return True
+
+    def _start(self, replica: _Replica) -> None:
+        replica.refusal, theirs = os.pipe()
+        try:
+            replica.process = spawn(
+                "rushes_worker.supervisor",
+                [str(theirs), *replica.assignment.arguments()],
+                env=self._environment,
+                pass_fds=(theirs,),
+            )
+        except OSError as error:
+            # the system has no process or memory to spare for now, and the others of this worker go on
+            os.close(replica.refusal)
+            log.error("supervisor_not_started", error=str(error), **_postpone(replica))
+        finally:
+            os.close(theirs)
 
     def _drain(self) -> int:
         """Ask every supervisor to stop and wait; 0 if all left in peace."""
@@ -160,6 +167,15 @@ class Launcher:
             # one that was still starting had no handler for the signal yet, and nothing to give back
             peaceful = peaceful and status in (0, -signal.SIGTERM)
         return 0 if peaceful else 1
+
+
+def _postpone(replica: _Replica) -> dict[str, Any]:
+    """Have it started again later the more often it ended in a row; what the log says of that."""
+    now = time.monotonic()
+    replica.failures = 1 if now - replica.started_at > _STEADY_SECONDS else replica.failures + 1
+    seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (replica.failures - 1))
+    replica.start_at = now + seconds
+    return {"replica": replica.assignment.replica, "restart_seconds": seconds}
 
 
 def _refusal_of(replica: _Replica) -> str:
@@ -285,8 +301,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
     def on_signal(signum: int, frame: FrameType | None) -> None:
         launcher.request_stop()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    on_stop(on_signal)
     log.info("worker_started", layout=str(wanted), device=devices.kind, visible=devices.visible, nodes=nodes)
     status = launcher.run()
     log.info("worker_stopped", status=status)

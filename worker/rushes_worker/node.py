@@ -7,7 +7,6 @@ starts its ranks for the epoch that it is told, and ends them when the first nod
 import multiprocessing.connection
 import os
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable, Collection
@@ -46,7 +45,7 @@ from rushes_worker.node_link import (
 )
 from rushes_worker.pipeline.options import check_devices_serve
 from rushes_worker.scratch import Scratch, check_directory
-from rushes_worker.stopping import ignore_signals
+from rushes_worker.stopping import ignore_signals, on_stop
 from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
@@ -357,8 +356,7 @@ def _serve(node: Node) -> int:
     def on_signal(signum: int, frame: FrameType | None) -> None:
         node.request_stop()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    on_stop(on_signal)
     status = node.run()
     ignore_signals()
     return status

@@ -19,12 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import structlog
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
 from rushes_core.log import configure_logging, get_logger
 
-from rushes_worker.child import end_with_parent
+from rushes_worker.child import end_with_parent, leave_signals_to_parent
 from rushes_worker.commands import (
     Boot,
     Done,
@@ -295,7 +296,7 @@ def _store(boot: Boot, timeout: timedelta) -> Any:
 
     url = urlsplit(boot.rendezvous)
     if url.scheme == "file":
-        return PrefixStore(boot.token, FileStore(url.path, boot.sp))
+        return PrefixStore(boot.token, FileStore(url2pathname(url.path), boot.sp))
     store = TCPStore(
         str(url.hostname),
         int(url.port or 0),
@@ -327,6 +328,7 @@ def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
 def main(arguments: list[str]) -> int:
     parent_pid, descriptor = map(int, arguments)
     end_with_parent(parent_pid)
+    leave_signals_to_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # what this process starts must not keep the connection open after its death

@@ -2,6 +2,10 @@
 
 import signal
 import time
+from collections.abc import Callable
+from types import FrameType
+
+from rushes_worker.child import STOPS
 
 
 class Stopping:
@@ -30,7 +34,15 @@ class Stopping:
         return float("inf") if self._grace_ends is None else max(0.0, self._grace_ends - time.monotonic())
 
 
+def on_stop(handle: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handle` called at every signal that asks this process to stop; at a hangup only where that is not ignored,
+    as it is under nohup."""
+    for number in STOPS:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
 def ignore_signals() -> None:
     """Everything has ended: who asks again while the interpreter leaves does not change the exit status."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -11,7 +11,6 @@ ends it, and a publication that uploads.
 import multiprocessing.connection
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -51,7 +50,7 @@ from rushes_worker.runner import Runner
 from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
 from rushes_worker.stage_times import StageTimes
-from rushes_worker.stopping import Stopping
+from rushes_worker.stopping import Stopping, on_stop
 from rushes_worker.wake import Wake
 
 log = get_logger("rushes_worker.supervisor")
@@ -72,8 +71,7 @@ class Supervisor:
         self._replica_id = f"{name}-r{assignment.replica}#{os.getpid()}-{secrets.token_hex(2)}"
         self._wake, self._claimer_wake = Wake(), Wake()
         self._stopping = Stopping(settings.shutdown_grace_seconds)
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        on_stop(self._on_signal)
         model = model_name(settings, contract)
         self._row: dict[str, Any] = {
             "pool": settings.pool,
@@ -161,6 +159,7 @@ class Supervisor:
         return 0
 
     def _serve_one_epoch(self) -> None:
+        self._heartbeat.describe(state="starting", job_id=None, detail=self._detail())
         self._pause()
         link = self._await_node()
         if self._stopping.requested:
@@ -175,22 +174,19 @@ class Supervisor:
             pass
         finally:
             group.end("stopping")
-            if link is not None and link.is_lost:
-                link.close()
         self._failures += 1
 
     def _await_node(self) -> NodeLink | None:
         """A link to the node that has the other ranks, once it has joined; None where there is none to be."""
         if self._port is None:
             return None
-        link = self._port.link
+        link = self._port.take()
         if link is None:
             log.info("node_awaited")
-            self._heartbeat.describe(state="starting", job_id=None, detail=self._detail())
         while link is None and not self._stopping.requested:
             multiprocessing.connection.wait([self._wake.fileno()], self._settings.poll_seconds)
             self._wake.clear()
-            link = self._port.link
+            link = self._port.take()
         return link
 
     def _await_ready(self, group: RankGroup) -> None:

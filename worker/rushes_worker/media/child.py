@@ -5,7 +5,6 @@ parent.
 """
 
 import ctypes
-import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rushes_worker.child import end_with_parent
+from rushes_worker.child import end_with_parent, leave_signals_to_parent
 from rushes_worker.media.by_products import ByProduct, ByProducts, Missing
 from rushes_worker.media.encode import ClipEncoder
 from rushes_worker.media.messages import (
@@ -208,8 +207,7 @@ class CommandLoop:
 def main(parent_pid: int, descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     end_with_parent(parent_pid)
-    # the worker decides what becomes of the clip
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     with Connection(descriptor) as connection:
         CommandLoop(connection).run()
 
