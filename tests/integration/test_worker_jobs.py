@@ -208,6 +208,8 @@ class TestErrors:
         [
             ("[value error on attempt 1]", "generation_failed"),
             ("[generation error on attempt 1]", "generation_failed"),
+            ("[odd phase on attempt 1]", "generation_failed"),
+            ("[odd words on attempt 1]", "generation_failed"),
             ("[nan on attempt 1]", "not_finite"),
             ("[missing unit on attempt 1]", "media_failed"),
         ],

@@ -16,6 +16,8 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [nan]                      the sound is not finite
     [blank]                    one flat colour and silence
     [missing unit]             the last unit is never handed over
+    [odd phase]                a phase is entered that there is not
+    [odd words]                a generation error with characters that Postgres takes none of
 
 `SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail,
 `SCRIPTED_CAPTURE_SECONDS` is what comes after it. Where `SCRIPTED_LOAD_LIMIT` names a file, loading goes no further
@@ -68,7 +70,7 @@ class ScriptedPipeline:
             script.meet_fate(step)
             time.sleep(script.seconds("step"))
             reporter.progress("denoising", step)
-        reporter.progress("decoding")
+        reporter.progress("no such phase" if script.has("odd phase") else "decoding")
         if script.has("out of memory decoding") or (script.has("large") and not request.low_memory):
             raise OutOfMemory("no memory left")
         if self._rank == 0:
@@ -181,6 +183,8 @@ class _Script:
             raise ValueError("bad reference")
         elif name == "generation error":
             raise GenerationError("the latents are not finite", stage="denoising")
+        elif name == "odd words":
+            raise GenerationError("the tensor \0 of \ud800", stage="denoising")
         elif name == "out of memory":
             raise OutOfMemory("no memory left", stage="denoising")
         elif name == "raise":

@@ -193,7 +193,8 @@ class Ledger:
 
     def fail(self, lease: Lease, error: dict[str, Any]) -> JobState | None:
         """End the job for an error that another attempt would meet again; the state that it has then."""
-        return self._settle(lease, _once(jobs.fail(lease.job_id, fence=lease.fence, error=error)), *FINAL_STATES)
+        statement = jobs.fail(lease.job_id, fence=lease.fence, error=_storable(error))
+        return self._settle(lease, _once(statement), *FINAL_STATES)
 
     def out_of_memory(self, lease: Lease, stage: str) -> JobState | None:
         """Give the job one more attempt, with the plan that needs less memory; the state that it has then."""
@@ -202,7 +203,7 @@ class Ledger:
 
     def retry_or_fail(self, lease: Lease, error: dict[str, Any], *, crashed: bool) -> JobState | None:
         """Give the job another attempt if it has one left; the state that it has then."""
-        statement = jobs.retry_or_fail(lease.job_id, fence=lease.fence, error=error, crashed=crashed)
+        statement = jobs.retry_or_fail(lease.job_id, fence=lease.fence, error=_storable(error), crashed=crashed)
         return self._settle(lease, _once(statement), JobState.QUEUED, *FINAL_STATES)
 
     def confirm_cancel(self, lease: Lease) -> JobState | None:
@@ -296,3 +297,12 @@ def _lean(transition: ReturningUpdate[Job]) -> Executable:
 
 def _once(transition: ReturningUpdate[Job]) -> Prepared:
     return Prepared(_lean(transition), keep=False)
+
+
+def _storable(error: dict[str, Any]) -> dict[str, Any]:
+    """`error` whose texts, which a pipeline may have made of anything, have no character that Postgres refuses."""
+    return {name: _escaped(value) if isinstance(value, str) else value for name, value in error.items()}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()

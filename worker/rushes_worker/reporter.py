@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 from rushes_core.errors import GenerationError, InvalidOutput, NotFinite
+from rushes_core.states import Phase
 
 from rushes_worker.commands import Advanced, AudioReady, Render, UnitReady
 from rushes_worker.idle import IdleClock
@@ -13,6 +14,7 @@ from rushes_worker.rank_line import RankLine
 
 Agreement = Callable[[int], int]
 """Gives every rank the number that rank 0 passes; all ranks of a group call it at the same boundary."""
+_PHASES = (Phase.ENCODING.value, Phase.DENOISING.value, Phase.DECODING.value)
 _FIRST_STEP_BOUNDARY = 2
 """The boundary at which the first denoise step is queued."""
 
@@ -51,6 +53,8 @@ class RankReporter:
         """What this rank entered last."""
 
     def progress(self, phase: str, completed_steps: int = 0) -> None:
+        if phase not in _PHASES:
+            raise ValueError(f"a pipeline enters {', '.join(_PHASES)}, and no {phase!r}")
         self.phase = phase
         self._idle.work_begins()
         if self._rank == 0:
