@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -193,6 +194,51 @@ class TestOrder:
             start = hooks.wait_for("cancelled", type="video.started")
         assert (start.last_error, start.attempts) == ("superseded", 1)
         assert len(receiver.received) == 2
+
+    def test_progress_that_waited_for_a_slow_answer_is_not_told_for_the_first_time_after_the_end(
+        self, hooks: Hooks, settings: Settings
+    ) -> None:
+        ended = threading.Event()
+
+        def late(connection: socket.socket, received: Received) -> None:
+            ended.wait(20)
+            reply(200)(connection, received)
+
+        with Receiver() as receiver:
+            hooks.register(receiver.url(), *ALL)
+            receiver.script("/hook", late)
+            hooks.add()
+            job = hooks.run()
+            hooks.report(job, 10)
+            with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0})):
+                wait_until(lambda: receiver.received)
+                hooks.complete(job)
+                hooks.wait_for("delivered", type="video.completed")
+                # it takes as long as a slow receiver does
+                time.sleep(1)
+                ended.set()
+                hooks.wait_for("delivered", type="video.started")
+                progress = hooks.wait_for("cancelled", type="video.progress")
+        assert (progress.last_error, progress.attempts) == ("superseded", 0)
+        assert [json.loads(one.body)["type"] for one in receiver.received] == ["video.started", "video.completed"]
+
+    def test_what_piled_up_for_a_slow_receiver_is_told_in_order(self, hooks: Hooks, settings: Settings) -> None:
+        def slow(connection: socket.socket, received: Received) -> None:
+            time.sleep(1.2)
+            reply(200)(connection, received)
+
+        with Receiver() as receiver:
+            hooks.register(receiver.url(), *ALL)
+            receiver.always("/hook", slow)
+            hooks.add()
+            job = hooks.run()
+            hooks.report(job, 10)
+            hooks.complete(job)
+            with SenderThread(settings):
+                wait_until(lambda: len(hooks.deliveries(state="delivered")) == 3)
+        types = [json.loads(one.body)["type"] for one in receiver.received]
+        assert types == ["video.started", "video.progress", "video.completed"]
+        assert {one.attempts for one in hooks.deliveries()} == {1}
 
     def test_what_is_asked_for_once_more_is_told_although_the_end_was(self, hooks: Hooks, settings: Settings) -> None:
         with Receiver() as receiver, SenderThread(settings):

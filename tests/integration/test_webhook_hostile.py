@@ -238,6 +238,21 @@ class TestAnswers:
         assert hooks.endpoint(endpoint_id).open_until == until
         assert len(receiver.received) == 2
 
+    @pytest.mark.parametrize("behaviour", [reply(503, retry_after="120"), reply(410)], ids=["wait", "gone"])
+    def test_what_piled_up_of_a_job_heeds_the_answer_to_the_first_of_it(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, behaviour: Behaviour
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url(), "video.started", "video.completed")
+        receiver.script("/hook", behaviour)
+        hooks.completed()
+        with SenderThread(settings):
+            hooks.wait_attempts(1, type="video.started")
+            wait_until(lambda: not hooks.deliveries(state="delivering"))
+        assert len(receiver.received) == 1
+        end = hooks.delivery(type="video.completed")
+        assert (end.state, end.attempts) in (("pending", 0), ("cancelled", 0))
+        assert hooks.endpoint(endpoint_id).failures <= 1
+
 
 class TestTls:
     def test_a_certificate_must_be_of_the_name_and_in_its_time(

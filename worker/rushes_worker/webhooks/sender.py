@@ -48,6 +48,8 @@ MAX_SETTLED = 500
 """Outcomes that are written in one transaction."""
 LEASE_MARGIN_SECONDS = 30.0
 """How much longer than a request a delivery is held: for the database to take the outcome."""
+FRESH_SECONDS = 1.0
+"""How long what was claimed together with another delivery of its job is sent without asking again."""
 POLL_SECONDS = 0.5
 GATHER_SECONDS = 0.005
 """How long finished requests wait for others to be settled with."""
@@ -184,19 +186,25 @@ class Sender:
     async def _deliver(self, group: list[Claimed], leased_at: float, claimed_at: float) -> None:
         """Make the requests of one job's or campaign's deliveries to one endpoint, earlier events first.
 
+        What is left when one of them takes long, or ends or holds up the endpoint, is given back: the next claim says
+        whether it is still to be told.
+
         Args:
             leased_at: when their leases began at the earliest, in monotonic seconds.
             claimed_at: when they were heard of, in monotonic seconds.
         """
-        for claimed in group:
+        is_off = False
+        for place, claimed in enumerate(group):
+            began = time.monotonic()
             # the lease must outlast the request: another sender would make the same one
-            if time.monotonic() > leased_at + self._lease_seconds - self._timeout_seconds - 1:
-                self._unsent.append((claimed.id, claimed.fence))
-                continue
+            outlasts = began <= leased_at + self._lease_seconds - self._timeout_seconds - 1
+            is_fresh = began <= claimed_at + FRESH_SECONDS and not is_off
+            if not outlasts or (place > 0 and not is_fresh):
+                self._unsent += [(one.id, one.fence) for one in group[place:]]
+                return
             try:
                 # receivers refuse what is minutes off, and the clock of this machine may be
-                now = claimed.claimed_at + time.monotonic() - claimed_at
-                outcome = await self._attempt(claimed, int(now))
+                outcome = await self._attempt(claimed, int(claimed.claimed_at + began - claimed_at))
             except Exception:
                 # it is tried again by the schedule: one that was only left to its lease would be for ever
                 log.exception("webhook_attempt_crashed", delivery_id=claimed.id)
@@ -204,6 +212,7 @@ class Sender:
             if outcome.state == "delivered" and claimed.type in END_TYPES and claimed.job_id is not None:
                 self._told_ends.add(outcome.id)
             self._done.append(outcome)
+            is_off = outcome.hold is not None or outcome.gone_url is not None
             if outcome.error is not None:
                 log.info(
                     "webhook_attempt_failed",
