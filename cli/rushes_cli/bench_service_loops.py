@@ -180,6 +180,9 @@ class Loop(ABC):
             video = self.client.wait(f"/v1/videos/{video['id']}", WAIT_SECONDS)
             if video["status"] not in _FINAL and time.monotonic() - asked < POLL_SECONDS:
                 self._stop.wait(POLL_SECONDS)
+        if self._stop.is_set() and video["status"] == "cancelled":
+            # by this run, which was broken off: that tells nothing of the service
+            return
         timing, error = video.get("timing") or {}, video.get("error") or {}
         self._end(
             Done(

@@ -101,6 +101,7 @@ def test_nothing_is_left_in_the_queue_by_who_breaks_off(
         assert err.splitlines()[-1] == "rushes bench: interrupted; what it had queued is cancelled"
         run = json.loads(out)
         assert (run["complete"], run["completed"], run["latency_s"]) == (False, 0, None)
+        assert run["failed"] == {}
         kept = videos(quick_service)
         for video in kept:
             quick_service.http.delete(f"/v1/videos/{video['id']}").raise_for_status()
@@ -197,6 +198,7 @@ def test_a_run_that_is_broken_off_leaves_the_lines_of_what_had_ended(quick_servi
     assert [one["run"] for one in lines_of(out)][:2] == ["before", "R=0.5"]
     run = json.loads(stdout)
     assert (run["complete"], run["completed"], run["requests"]) == (False, len(lines_of(out)) - 1, 50)
+    assert run["failed"] == {}
     assert videos(quick_service) == []
     assert quick_service.http.get("/v1/queue").json()["queued"] == 0
 
