@@ -1,9 +1,11 @@
 """MiniMax's video API, version 2, as its clients use it: create, query until the end, fetch without a key."""
 
+import hmac
 import random
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +21,7 @@ from rushes_core.settings import ContentDelivery, Settings
 from sqlalchemy import cast, func, update
 from sqlalchemy.dialects.postgresql import JSONB
 from starlette.testclient import TestClient
-from support.api import AUTHORIZED, JobDriver, ThreadedApi
+from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi
 from support.keys import bearer, create_key, create_project
 
 CLIP = random.Random(8).randbytes(300_001)
@@ -189,6 +191,13 @@ class TestAddress:
             response = anybody.get(path, params={key: text for key, text in changed.items() if text is not None})
             assert response.status_code == 403, value
             assert error(response)["code"] == "invalid_link"
+
+    def test_the_operators_key_cannot_be_guessed_from_it(self, anybody: TestClient, url: str) -> None:
+        expires = httpx.URL(url).params["expires"]
+        said = f"content of {url.split('/')[5]} until {expires}".encode()
+        signature = hmac.new(API_KEY.encode(), said, sha256).hexdigest()
+        response = anybody.get(urlsplit(url).path, params={"expires": expires, "signature": signature})
+        assert response.status_code == 403
 
     def test_it_ends(
         self, anybody: TestClient, url: str, monkeypatch: pytest.MonkeyPatch, api_settings: Settings
