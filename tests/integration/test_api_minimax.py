@@ -4,24 +4,30 @@ import hmac
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psycopg
 import pytest
+from rushes_api import once
 from rushes_api.app import create_app
 from rushes_api.content_link import PARAMETERS
 from rushes_core import jobs
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.settings import ContentDelivery, Settings
-from sqlalchemy import cast, func, update
+from sqlalchemy import cast, func, make_url, update
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.exc import OperationalError
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi
+from support.faults.proxy import Mode, TcpProxy
 from support.keys import bearer, create_key, create_project
 
 CLIP = random.Random(8).randbytes(300_001)
@@ -455,6 +461,55 @@ class TestDelete:
             assert gone.status_code == 410
             assert error(gone)["code"] == "video_deleted"
             assert client.delete(f"{CREATE}/{task_id}").status_code == 410
+
+    def test_of_many_at_once_one_does_it(self, api_settings: Settings, driver: JobDriver, tmp_path: Path) -> None:
+        with (
+            ThreadedApi(api_settings) as api,
+            httpx.Client(base_url=api.url, headers=AUTHORIZED) as http,
+            ThreadPoolExecutor(8) as pool,
+        ):
+            waiting, done = (http.post(CREATE, json=REQUEST).json()["task_id"] for _ in range(2))
+            driver.complete(done, CLIP, tmp_path)
+            for task_id, refusal in ((waiting, 409), (done, 410)):
+                answers = list(pool.map(lambda path: http.delete(path).status_code, [f"{CREATE}/{task_id}"] * 8))
+                assert sorted(answers) == [200, *[refusal] * 7]
+
+    def test_a_commit_without_a_reply_is_answered_as_if_nothing_had_been(
+        self, api_settings: Settings, driver: JobDriver, tmp_path: Path
+    ) -> None:
+        url = make_url(api_settings.database_url)
+        assert url.host is not None
+        assert url.port is not None
+        with TcpProxy(url.host, url.port) as proxy:
+            by_proxy = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+            settings = api_settings.model_copy(update={"database_url": by_proxy})
+            with TestClient(create_app(settings), headers=AUTHORIZED) as client:
+                waiting, done = create(client), create(client)
+                driver.complete(done, CLIP, tmp_path)
+                for task_id, action in ((waiting, "cancelled"), (done, "deleted")):
+                    proxy.set(Mode.LOSE_REPLY, budget=1)
+                    answer = client.delete(f"{CREATE}/{task_id}")
+                    assert answer.json() == {"task_id": task_id, "action": action, "status": action}
+                assert proxy.strikes == 2
+
+    def test_one_that_started_when_the_commit_was_lost_is_not_called_cancelled(
+        self, client: TestClient, driver: JobDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task_id = create(client)
+        note_sent = once.Commit.note_sent
+
+        def lose(commit: once.Commit) -> None:
+            note_sent(commit)
+            raise OperationalError("COMMIT", {}, psycopg.OperationalError("the connection is lost"))
+
+        async def start_it(seconds: float) -> None:
+            driver.start(task_id)
+
+        monkeypatch.setattr(once.Commit, "note_sent", lose)
+        monkeypatch.setattr(once, "asyncio", SimpleNamespace(sleep=start_it))
+        refused = client.delete(f"{CREATE}/{task_id}")
+        assert refused.status_code == 409
+        assert f"{task_id} is running" in error(refused)["message"]
 
     def test_one_that_there_is_not(self, client: TestClient) -> None:
         response = client.delete(f"{CREATE}/{new_video_id()}")

@@ -12,7 +12,7 @@ from rushes_core.fields import is_storable, shown
 from rushes_core.ids import is_video_id
 from rushes_core.listing import Filters, all_listed
 from rushes_core.models import Job
-from rushes_core.predicates import IS_QUEUED, in_states
+from rushes_core.states import JobState
 from rushes_core.variants import VIDEO
 from sqlalchemy import Select, false, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,7 +28,6 @@ from rushes_api.deps import (
     NoQuery,
     Session,
     WellFormedId,
-    find_job,
     query,
     visible,
 )
@@ -95,7 +94,9 @@ async def list_tasks(
     size = _whole("page_size", parameters, default=_DEFAULT_PAGE_SIZE, high=MAX_PAGE_SIZE)
     wanted = _listed(parameters, project)
     total = (await session.execute(select(func.count()).select_from(wanted.order_by(None).subquery()))).scalar_one()
-    rows = (await session.execute(wanted.limit(size).offset((number - 1) * size))).scalars().all()
+    first = (number - 1) * size
+    # Postgres would pass over all of them to find none
+    rows = (await session.execute(wanted.limit(size).offset(first))).scalars().all() if first < total else ()
     links = await content_links(rows, request, state)
     return _sparse(TaskList(items=[task_of(job, url=links.get(job.id)) for job in rows], total=total))
 
@@ -117,17 +118,22 @@ async def delete_task(
 
     async def delete(session: AsyncSession) -> TaskDeleted:
         nonlocal done
-        cancel = jobs.cancel(video_id, project=caller.project).where(IS_QUEUED)
-        forget = jobs.delete_job(video_id, project=caller.project)
-        forget = forget.where(in_states(*STATES["succeeded"], *STATES["failed"]))
-        if (await session.execute(cancel)).first() is not None:
+        # locked, for it to be still so when it is changed
+        found = await session.execute(jobs.get(video_id, project=caller.project).with_for_update())
+        job = found.scalar_one_or_none()
+        if done is not None and job is not None and (job.deleted_at is not None or job.state is JobState.CANCELLED):
+            return done
+        status = task_of(visible(job, video_id), url=None).status
+        if status == "queued":
+            await session.execute(jobs.cancel(video_id, project=caller.project))
             done = TaskDeleted(task_id=video_id, action="cancelled", status="cancelled")
-        elif (await session.execute(forget)).first() is not None:
+        elif status in ("succeeded", "failed"):
+            await session.execute(jobs.delete_job(video_id, project=caller.project))
             done = TaskDeleted(task_id=video_id, action="deleted", status="deleted")
-        elif done is None:
-            job = await find_job(video_id, project=caller.project, session=session)
-            status = task_of(job, url=None).status
-            raise TransitionRefused(f"{job.id} is {status}; a task that is queued, succeeded or failed can be deleted")
+        else:
+            raise TransitionRefused(
+                f"{video_id} is {status}; a task that is queued, succeeded or failed can be deleted"
+            )
         return done
 
     call = Call(caller, f"DELETE /v2/video_generation/{video_id}", None, fingerprint(), is_harmless=True)
