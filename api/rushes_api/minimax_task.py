@@ -104,7 +104,8 @@ def task_of(job: Job, *, url: str | None) -> Task:
         url: where its clip can be fetched; None while it has none, or not any more.
     """
     status, canvas = _STATUS[job.state], BY_SIZE.get(f"{job.width}x{job.height}")
-    seconds = round(job.num_frames / FPS)
+    # as it was asked for: clips are rounded up, a good half second at most
+    seconds = round(float(job.request.get("seconds") or job.num_frames / FPS))
     error = error_of(job.error) if status == "failed" else None
     succeeded = status == "succeeded"
     return Task(

@@ -74,6 +74,15 @@ class TestTask:
         assert (job.width, job.height, job.prompt) == (480, 832, "a lighthouse at dusk")
         assert client.get(f"/v1/videos/{job.id}").json()["seconds"] == "12"
 
+    @pytest.mark.parametrize("seconds", range(4, 16))
+    def test_it_is_as_long_as_was_asked_for(
+        self, client: TestClient, driver: JobDriver, tmp_path: Path, seconds: int
+    ) -> None:
+        task_id = create(client, duration=seconds)
+        driver.complete(task_id, CLIP, tmp_path)
+        done = task(client, task_id)
+        assert (done["duration"], done["usage"]["output_seconds"]) == (seconds, seconds)
+
     def test_its_life_has_the_words_of_that_api(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
         before = int(time.time())
         task_id = create(client)
