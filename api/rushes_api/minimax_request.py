@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from rushes_core.clip import MAX_SECONDS, MIN_SECONDS
 from rushes_core.errors import InvalidRequest
-from rushes_core.fields import ASPECT_RATIOS, SHORT_EDGES, Fields, Prompt, shown
+from rushes_core.fields import ASPECT_RATIOS, SHORT_EDGES, Fields, Prompt, Seed, shown
 from rushes_core.parsing import parse_as, unsupported
 from rushes_core.request import FROM_TEXT, ModelNotFound, ResolvedRequest, resolve
 from rushes_core.served_model import ServedModel
@@ -25,6 +25,13 @@ MODELS = ("MiniMax-H3", "MiniMax-H3-Max")
 """Names that MiniMax's clients know; here they stand for the model that is served."""
 RESOLUTIONS = {f"{edge}P": edge for edge in SHORT_EDGES}
 
+_DURATIONS = range(MIN_SECONDS, MAX_SECONDS + 1)
+_DURATION_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS},
+        {"enum": [str(seconds) for seconds in _DURATIONS]},
+    ]
+}
 _TEXT = "text"
 _MEDIA = ("image_url", "video_url", "audio_url")
 _UNSUPPORTED = {
@@ -34,7 +41,8 @@ _UNSUPPORTED = {
 
 
 def _resolution(value: object) -> object:
-    return _one_of(value, tuple(RESOLUTIONS))
+    capital = value.upper() if isinstance(value, str) else None
+    return capital if capital in RESOLUTIONS else _one_of(value, tuple(RESOLUTIONS))
 
 
 def _ratio(value: object) -> object:
@@ -50,8 +58,8 @@ def _one_of(value: object, words: tuple[str, ...] | list[str]) -> object:
 
 
 def _duration(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and MIN_SECONDS <= value <= MAX_SECONDS:
-        return value
+    if value in (*_DURATIONS, *map(str, _DURATIONS)):
+        return int(cast("float | str", value))
     raise PydanticCustomError(
         "invalid_value",
         "must be a whole number of seconds between {low} and {high}, got {value}",
@@ -78,14 +86,12 @@ class TaskRequest(Fields):
     model: str
     content: Annotated[list[ContentItem], Field(json_schema_extra={"minItems": 1, "maxItems": 1})]
     resolution: Annotated[str, BeforeValidator(_resolution), WithJsonSchema({"enum": list(RESOLUTIONS)})]
-    duration: Annotated[
-        int,
-        BeforeValidator(_duration),
-        WithJsonSchema({"type": "integer", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS}),
-    ]
+    duration: Annotated[int, BeforeValidator(_duration), WithJsonSchema(_DURATION_SCHEMA)]
     ratio: Annotated[str, BeforeValidator(_ratio), WithJsonSchema({"enum": ASPECT_RATIOS})]
     extra: Extra | None = None
     aigc_watermark: Annotated[Any, WithJsonSchema({"enum": [False, None]})] = None
+    seed: Seed | None = None
+    """MiniMax has none."""
 
 
 def parse(members: dict[str, Any]) -> TaskRequest:
@@ -97,16 +103,11 @@ def parse(members: dict[str, Any]) -> TaskRequest:
     for name, reason in _UNSUPPORTED.items():
         if members.get(name) not in (None, ""):
             raise unsupported(name, reason)
-    content = members.get("content")
-    for index, item in enumerate(cast("list[Any]", content) if isinstance(content, list) else ()):
-        kind = cast("dict[str, Any]", item).get("type") if isinstance(item, dict) else None
-        if kind in _MEDIA:
-            raise unsupported(f"content.{index}", f"{kind}: {FROM_TEXT}")
-        if kind is not None and kind != _TEXT:
-            raise InvalidRequest(
-                f"content.{index}.type must be {_TEXT}, got {shown(kind)}", param=f"content.{index}.type"
-            )
-    request = parse_as(TaskRequest, {name: value for name, value in members.items() if name not in _UNSUPPORTED})
+    said = {name: value for name, value in members.items() if name not in _UNSUPPORTED}
+    if isinstance(content := said.get("content"), list):
+        said["content"] = [_said(item) for item in cast("list[Any]", content)]
+        _check_kinds(said["content"])
+    request = parse_as(TaskRequest, said)
     if len(request.content) != 1:
         raise InvalidRequest(f"content must hold exactly one text, got {len(request.content)}", param="content")
     expansion = request.extra.prompt_expansion_mode if request.extra else None
@@ -116,6 +117,25 @@ def parse(members: dict[str, Any]) -> TaskRequest:
     if request.aigc_watermark not in (None, False):
         raise unsupported("aigc_watermark", f"clips bear no mark, got {shown(request.aigc_watermark)}")
     return request
+
+
+def _said(item: object) -> object:
+    """A part of the input without the members that every part has for some clients, and that say nothing."""
+    if not isinstance(item, dict):
+        return item
+    members = cast("dict[str, Any]", item).items()
+    return {name: value for name, value in members if value is not None and (name, value) != ("role", "")}
+
+
+def _check_kinds(items: list[object]) -> None:
+    for index, item in enumerate(items):
+        kind = cast("dict[str, Any]", item).get("type") if isinstance(item, dict) else None
+        if kind in _MEDIA:
+            raise unsupported(f"content.{index}", f"{kind}: {FROM_TEXT}")
+        if kind is not None and kind != _TEXT:
+            raise InvalidRequest(
+                f"content.{index}.type must be {_TEXT}, got {shown(kind)}", param=f"content.{index}.type"
+            )
 
 
 def resolved(request: TaskRequest, model: ServedModel) -> ResolvedRequest:
@@ -129,7 +149,7 @@ def resolved(request: TaskRequest, model: ServedModel) -> ResolvedRequest:
         served = ", ".join(dict.fromkeys((*MODELS, model.name)))
         raise ModelNotFound(f"model {shown(request.model)} is not served here; served: {served}", param="model")
     target = {"short_edge": RESOLUTIONS[request.resolution], "aspect_ratio": request.ratio}
-    body = {"prompt": request.content[0].text, "seconds": request.duration, "target": target}
+    body = {"prompt": request.content[0].text, "seconds": request.duration, "target": target, "seed": request.seed}
     try:
         return replace(resolve(body, model), model_requested=None if request.model == model.name else request.model)
     except InvalidRequest as error:

@@ -74,6 +74,22 @@ class TestTask:
         assert (job.width, job.height, job.prompt) == (480, 832, "a lighthouse at dusk")
         assert client.get(f"/v1/videos/{job.id}").json()["seconds"] == "12"
 
+    @pytest.mark.parametrize(
+        "changes", [{"resolution": "480p"}, {"duration": "6"}, {"duration": 6.0}, {"seed": 7}], ids=str
+    )
+    def test_what_is_meant_counts(self, client: TestClient, driver: JobDriver, changes: dict[str, Any]) -> None:
+        job = driver.row(create(client, **({"resolution": "480P", "duration": 6} | changes)))
+        assert job is not None
+        assert (job.width, job.height, job.num_frames) == (832, 480, 158)
+        assert job.seed == changes.get("seed", job.seed)
+
+    def test_members_that_say_nothing_are_passed_over(self, client: TestClient, driver: JobDriver) -> None:
+        nothing = {"role": "", "image_url": None, "video_url": None, "audio_url": None}
+        job = driver.row(create(client, content=[TEXT | nothing]))
+        assert job is not None
+        assert job.prompt == "a dog"
+        create(client, content=[TEXT | {"role": None}])
+
     @pytest.mark.parametrize("seconds", range(4, 16))
     def test_it_is_as_long_as_was_asked_for(
         self, client: TestClient, driver: JobDriver, tmp_path: Path, seconds: int
@@ -257,6 +273,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"},
 TEXT = {"type": "text", "text": "a dog"}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"resolution": "2K"}, "resolution", "resolution must be one of 768P, 480P, got '2K'"),
+    ({"resolution": "2k"}, "resolution", "resolution must be one of 768P, 480P, got '2k'"),
+    ({"resolution": 768}, "resolution", "resolution must be one of 768P, 480P, got 768"),
+    ({"resolution": ["768P"]}, "resolution", "resolution must be one of"),
     ({"resolution": None}, "resolution", "resolution is required"),
     ({"ratio": "adaptive"}, "ratio", "ratio must be one of 21:9, 16:9, 4:3, 1:1, 3:4, 9:16, got 'adaptive'"),
     ({"ratio": None}, "ratio", "ratio is required"),
@@ -264,7 +283,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"duration": 3}, "duration", "duration must be a whole number of seconds between 4 and 15, got 3"),
     ({"duration": 16}, "duration", "between 4 and 15, got 16"),
     ({"duration": 5.5}, "duration", "between 4 and 15, got 5.5"),
-    ({"duration": "5"}, "duration", "between 4 and 15, got '5'"),
+    ({"duration": "5.5"}, "duration", "between 4 and 15, got '5.5'"),
+    ({"duration": "16"}, "duration", "between 4 and 15, got '16'"),
+    ({"duration": [5]}, "duration", "between 4 and 15, got [5]"),
     ({"duration": True}, "duration", "between 4 and 15, got True"),
     (
         {"content": [TEXT, IMAGE]},
@@ -292,7 +313,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "prompts are rendered as they are",
     ),
     ({"extra": {"other": 1}}, "extra.other", "unknown parameter: extra.other"),
-    ({"seed": 7}, "seed", "unknown parameter: seed"),
+    ({"content": [TEXT | {"other": ""}]}, "content.0.other", "unknown parameter: content.0.other"),
+    ({"content": [{"type": "text", "text": None}]}, "content.0.text", "content.0.text is required"),
+    ({"content": [{"type": ["text"], "text": "a dog"}]}, "content.0.type", "content.0.type must be text, got ['text']"),
+    ({"seed": -1}, "seed", "seed must be greater than or equal to 0, got -1"),
+    ({"negative_prompt": "a cat"}, "negative_prompt", "unknown parameter: negative_prompt"),
     ({"model": None}, "model", "model is required"),
 ]
 
