@@ -4,12 +4,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from rushes_core import jobs
+from rushes_core.campaigns.tables import Campaign
+from rushes_core.ids import new_campaign_id
 from rushes_core.models import Job
 from rushes_core.settings import Settings
-from rushes_core.webhooks import deliveries
+from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.deliveries import NOT_TOLD_YET, Claimed, Outcome
 from rushes_core.webhooks.tables import WebhookDelivery
-from sqlalchemy import func, update
+from sqlalchemy import func, insert, update
 from support.stack import SharedStack
 from support.webhooks import LOCAL, Hooks
 
@@ -160,3 +162,17 @@ def test_of_two_deliveries_of_an_end_that_are_settled_together_the_one_that_was_
     (second,) = claim(hooks).values()
     settle(hooks, (first, statuses[0]), (second, statuses[1]))
     assert hooks.jobs.read(job.id).webhook == {"state": "delivered", "attempts": 1, "last_status": 200}
+
+
+def test_a_video_that_only_its_campaign_tells_of_has_no_summary(hooks: Hooks) -> None:
+    hooks.project_secret()
+    target = hooks.guard.check_url(URL)
+    webhook = endpoints.job_webhook(target, ["video.completed"], project="default")
+    campaign = {"id": new_campaign_id(), "model": "tiny", "input_file_id": "file_x", "project": "default"}
+    hooks.jobs.run(insert(Campaign).values(**campaign, webhook=webhook, state="in_progress").returning(Campaign))
+    added = hooks.jobs.add(campaign_id=campaign["id"], line=1)
+    job = hooks.complete(hooks.run())
+    assert job.id == added.id
+    settle(hooks, (claim(hooks)[event_id(job, 1)], 200))
+    assert hooks.delivery().state == "delivered"
+    assert hooks.jobs.read(job.id).webhook is None

@@ -244,6 +244,7 @@ def _told(rows: str, *, state: str = "'failed'", where: str = "true") -> str:
     # becomes of a redelivery
     return f"""ended AS MATERIALIZED (
     SELECT id, generation FROM jobs WHERE id IN (SELECT job_id FROM {rows} WHERE {its_end})
+        AND webhook IS NOT NULL  -- without one it was its campaign's URL that was told
     ORDER BY id FOR NO KEY UPDATE
 ), latest AS (  -- not the ends of before a retry
     SELECT DISTINCT ON (ended.id) ended.id, {state} AS state, {rows}.attempts, {rows}.last_status
