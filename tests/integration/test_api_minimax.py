@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from rushes_api import once
 from rushes_api.app import create_app
+from rushes_api.content import signed_url
 from rushes_api.content_link import PARAMETERS
 from rushes_core import jobs
 from rushes_core.ids import new_video_id
@@ -428,6 +429,24 @@ class TestList:
         stranger = create(client)
         for ids in ([waiting, done, stranger], f"{waiting},{done},{stranger}"):
             assert self.ids(own, **{"filter.task_ids": ids}) == ([done, waiting], 2)
+
+    def test_no_connection_waits_for_the_store(
+        self, api_settings: Settings, driver: JobDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = api_settings.model_copy(update={"content_delivery": ContentDelivery.REDIRECT})
+        with TestClient(create_app(settings), headers=AUTHORIZED) as client:
+            task_id = create(client)
+            driver.complete(task_id, CLIP, tmp_path)
+            pool = client.app_state["sessions"].kw["bind"].pool
+            taken: list[int] = []
+
+            def sign(*arguments: Any) -> str:
+                taken.append(pool.checkedout())
+                return signed_url(*arguments)
+
+            monkeypatch.setattr("rushes_api.content_link.signed_url", sign)
+            assert self.ids(client, **{"filter.task_ids": task_id}) == ([task_id], 1)
+            assert taken == [0]
 
     def test_it_goes_back_seven_days(self, own: TestClient, driver: JobDriver) -> None:
         old, recent = create(own), create(own)
