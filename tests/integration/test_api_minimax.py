@@ -245,6 +245,12 @@ class TestAddress:
         assert client.delete(f"{CREATE}/{task_id}").json()["action"] == "deleted"
         assert client.get(url).status_code == 410
 
+    def test_no_cache_keeps_it(self, client: TestClient, url: str) -> None:
+        for path in (f"{QUERY}/{url.split('/')[5]}", QUERY):
+            response = client.get(path)
+            assert url.split("?")[0] in response.text
+            assert response.headers["cache-control"] == "no-store"
+
     def test_it_is_at_the_origin_of_the_settings(
         self, api_settings: Settings, driver: JobDriver, tmp_path: Path
     ) -> None:

@@ -189,5 +189,6 @@ def _whole(name: str, parameters: Mapping[str, str], *, default: int, high: int)
 
 
 def _sparse(model: BaseModel) -> Response:
-    """As MiniMax answers: what there is not is left out."""
-    return Response(model.model_dump_json(exclude_none=True), media_type="application/json")
+    """As MiniMax answers: what there is not is left out. Addresses that need no key are not for caches to keep."""
+    body = model.model_dump_json(exclude_none=True)
+    return Response(body, headers={"Cache-Control": "no-store"}, media_type="application/json")
