@@ -119,6 +119,11 @@ class RankGroup:
         return len(self._devices) == self._plan.sp
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the other node was asked to stop: it waits for what the ranks are at, and for the group to end."""
+        return self._remote is not None and self._remote.is_leaving
+
+    @property
     def loading(self) -> Loading | None:
         """How far the slowest rank is that is not ready."""
         waited_for = [self._loading[rank] for rank in self._loading.keys() - self._devices.keys()]

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from rushes_worker.node_link import (
     EndRanks,
     FromRank,
     Joined,
+    Leaving,
     NodeLink,
     NotTrusted,
     Occupied,
@@ -45,13 +46,16 @@ from rushes_worker.node_link import (
 )
 from rushes_worker.pipeline.options import check_devices_serve
 from rushes_worker.scratch import Scratch, check_directory
-from rushes_worker.stopping import ignore_signals, on_stop
+from rushes_worker.stopping import Stopping, ignore_signals, on_stop
 from rushes_worker.wake import Wake
 
 log = get_logger(__name__)
 
 _TICK_SECONDS = 0.5
 _RETRY_SECONDS = 1.0
+_STOP_MARGIN_SECONDS = 10.0
+"""How much longer than its grace period this node waits for the first one, which may have been asked to stop at the
+same time, and gives its job back at the end of its own."""
 
 
 class Node:
@@ -74,12 +78,12 @@ class Node:
         self._contract = load_contract(settings.checkpoint)
         self._visible: tuple[str, ...] = ()
         self._wake = Wake()
-        self._stop = False
+        self._stopping = Stopping(settings.shutdown_grace_seconds + _STOP_MARGIN_SECONDS)
         self._reason: str | None = None
 
     def request_stop(self) -> None:
         """Safe in a signal handler."""
-        self._stop = True
+        self._stopping.request()
         self._wake.poke()
 
     def run(self) -> int:
@@ -88,7 +92,7 @@ class Node:
         Raises:
             ValueError: this node cannot be what the first one needs.
         """
-        while not self._stop:
+        while not self._stopping.requested:
             link = self._join()
             if link is None:
                 multiprocessing.connection.wait([self._wake.fileno()], _RETRY_SECONDS)
@@ -100,9 +104,6 @@ class Node:
             link.close()
             log.info("node_left", address=self._address[0])
         return 0
-
-    def _stopping(self) -> bool:
-        return self._stop
 
     def _join(self) -> NodeLink | None:
         """A link to the first node; None if there is none now.
@@ -158,13 +159,15 @@ class _Epochs:
         self._visible = visible
         self._directory = scratch.path / "render"
         self._ranks: LocalRanks | None = None
-        self._epoch = 0
+        self._epoch = self._leaves = 0
         self._told: set[int] = set()
 
-    def serve(self, wake: Wake, stopping: Callable[[], bool]) -> None:
-        """Until the link is lost or `stopping()`. No rank is left then."""
+    def serve(self, wake: Wake, stopping: Stopping) -> None:
+        """Until the link is lost, or this node is to stop and has no ranks or no time left. No rank is left then."""
         try:
-            while not (stopping() or self._link.is_lost):
+            while not self._link.is_lost:
+                if stopping.requested and not self._may_stay(stopping):
+                    return
                 waitables: list[Any] = [self._link, wake, *(self._ranks.waitables if self._ranks else ())]
                 readable = multiprocessing.connection.wait(waitables, _TICK_SECONDS)
                 wake.clear()
@@ -174,6 +177,13 @@ class _Epochs:
                     self._tell(self._ranks, readable)
         finally:
             self._end()
+
+    def _may_stay(self, stopping: Stopping) -> bool:
+        """Whether the first node ends the ranks in time; it is told that this one leaves."""
+        if self._ranks is not None and self._leaves != self._epoch:
+            self._leaves = self._epoch
+            self._link.send(Leaving(self._epoch))
+        return self._ranks is not None and not stopping.grace_is_over
 
     def _obey(self, message: object) -> None:
         if isinstance(message, StartRanks):

@@ -106,6 +106,13 @@ class RankExited:
     how: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The second node was asked to stop: it goes when this epoch has ended, or its grace period."""
+
+    epoch: int
+
+
 class NodeLink:
     """One side of the connection. Threads of its own listen and say that this side lives.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rushes_worker.commands import AudioReady, Boot, Command, Render, Report, UnitReady
-from rushes_worker.node_link import DumpStacks, EndRanks, FromRank, NodeLink, RankExited, StartRanks, ToRank
+from rushes_worker.node_link import DumpStacks, EndRanks, FromRank, Leaving, NodeLink, RankExited, StartRanks, ToRank
 
 
 class RemoteRanks:
@@ -22,6 +22,8 @@ class RemoteRanks:
         self._exits: dict[int, str | None] = {}
         self._renders: deque[Render] = deque(maxlen=2)
         """The one that the ranks are at, and the one behind it."""
+        self.is_leaving = False
+        """The node was asked to stop and waits for the end of this epoch."""
         link.send(StartRanks(epoch, tuple(boots)))
 
     @property
@@ -55,7 +57,9 @@ class RemoteRanks:
             # an epoch that was ended may still have said something
             if message.epoch != self._epoch:
                 continue
-            if isinstance(message, RankExited):
+            if isinstance(message, Leaving):
+                self.is_leaving = True
+            elif isinstance(message, RankExited):
                 self._exits[message.rank] = message.how
             elif isinstance(message, FromRank):
                 report = self._keep(message)

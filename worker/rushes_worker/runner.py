@@ -86,7 +86,7 @@ class Runner:
         self._num_on_ranks = 1
         while attempt is not None:
             self._on_turn(attempt.job.id)
-            following = Ahead(self._workshop, group, self._take_next)
+            following = Ahead(self._workshop, group, lambda: None if group.is_leaving else self._take_next())
             with bound_contextvars(job_id=attempt.job.id, attempt=attempt.job.attempt):
                 rendered |= attempt.render(group, following)
                 self._workshop.spool.end(attempt.fence, attempt.end)

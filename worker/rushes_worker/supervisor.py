@@ -173,8 +173,12 @@ class Supervisor:
         except GroupLost:
             pass
         finally:
-            group.end("stopping")
-        self._failures += 1
+            group.end("node_leaving" if group.is_leaving else "stopping")
+        if not group.is_leaving:
+            self._failures += 1
+        elif link is not None:
+            # it is gone in a moment, and takes no more ranks
+            link.close()
 
     def _await_node(self) -> NodeLink | None:
         """A link to the node that has the other ranks, once it has joined; None where there is none to be."""
@@ -192,7 +196,7 @@ class Supervisor:
     def _await_ready(self, group: RankGroup) -> None:
         shown: Loading | None = None
         shown_at = float("-inf")
-        while not group.is_ready and not self._stopping.requested:
+        while not (group.is_ready or group.is_leaving or self._stopping.requested):
             group.wait(self._settings.poll_seconds, self._wake)
             self._wake.clear()
             loading, now = group.loading, time.monotonic()
@@ -214,7 +218,7 @@ class Supervisor:
         self._claimer.open()
         shown: str | None = None
         try:
-            while not (self._stopping.requested or group.ended):
+            while not (self._stopping.requested or group.ended or group.is_leaving):
                 self._wake.clear()
                 # a rank that died since it was last looked at must not cost a job an attempt
                 group.wait(0.0)
