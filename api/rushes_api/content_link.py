@@ -26,14 +26,14 @@ PARAMETERS = ("expires", "signature")
 async def content_links(jobs: Sequence[Job], request: Request, state: State) -> dict[str, str]:
     """By id, where the clip of each of `jobs` that has one can be fetched: from the store where content is redirected
     to it, otherwise from the API."""
+    settings = state["settings"]
     finished = [job for job in jobs if VIDEO.name in stored_variants(job)]
-    if state["settings"].content_delivery is ContentDelivery.REDIRECT:
+    if settings.content_delivery is ContentDelivery.REDIRECT:
 
         def sign() -> dict[str, str]:
             return {job.id: signed_url(job, stored_variants(job)[VIDEO.name], state) for job in finished}
 
         return await to_thread.run_sync(sign, limiter=state["store_limiter"]) if finished else {}
-    settings = state["settings"]
     origin = settings.api_origin or str(request.base_url).rstrip("/")
     expires = int(time.time()) + settings.presigned_url_seconds
     return {job.id: origin + _path(job.id, expires, settings) for job in finished}

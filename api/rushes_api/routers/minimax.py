@@ -120,7 +120,7 @@ async def delete_task(
     async def delete(session: AsyncSession) -> TaskDeleted:
         nonlocal done
         # locked, for it to be still so when it is changed
-        found = await session.execute(jobs.get(video_id, project=caller.project).with_for_update())
+        found = await session.execute(jobs.get(video_id, project=caller.project).with_for_update(key_share=True))
         job = found.scalar_one_or_none()
         if done is not None and job is not None and (job.deleted_at is not None or job.state is JobState.CANCELLED):
             return done
