@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from rushes_core.contract import load_contract
-from rushes_worker.node_link import Joined, NodeLink, Welcome, prove
+from rushes_worker.node_link import Joined, NodeLink, NotTrusted, Welcome, prove
 from rushes_worker.node_port import NodePort
+from structlog.testing import capture_logs
 from support.waiting import wait_until
 from support.worker import write_contract
 
@@ -108,3 +109,21 @@ def test_a_link_that_is_used_stays_open_when_it_is_lost_and_another_node_has_joi
     with pytest.raises(OSError, match="Bad file descriptor"):
         used.receive()
     second.close()
+
+
+def test_a_stranger_that_comes_again_and_again_is_told_of_once_until_a_node_has_joined(port: Port) -> None:
+    def come(secret: bytes) -> None:
+        with socket.create_connection((HOST, port.number)) as connected, suppress(NotTrusted, OSError):
+            prove(connected, secret, first=False).close()
+
+    def told() -> int:
+        return sum(one["event"] == "node_turned_away" for one in logs)
+
+    with capture_logs() as logs:
+        for _ in range(3):
+            come(b"what one does not know")
+        # the port takes one after the other
+        port.join().close()
+        assert told() == 1
+        come(b"what one does not know")
+        wait_until(lambda: told() == 2)

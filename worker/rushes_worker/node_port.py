@@ -41,6 +41,8 @@ class NodePort:
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._taken: NodeLink | None = None
+        self._turned_away: tuple[str, str] | None = None
+        """Who came in vain last, and why."""
         self._closing = threading.Event()
         try:
             self._listener = socket.create_server((host, port))
@@ -99,13 +101,17 @@ class NodePort:
                 connection.close()
         except Exception as error:
             # also what another release of a node says and this one cannot read: the next one must find the port open
-            log.warning("node_turned_away", address=address, error=str(error))
             connected.close()
+            # it comes again every second
+            if self._turned_away != (address, str(error)):
+                self._turned_away = (address, str(error))
+                log.warning("node_turned_away", address=address, error=str(error))
             return
         if not isinstance(answer, Joined):
             log.error("node_declined", address=address, reason=str(answer))
             connected.close()
             return
+        self._turned_away = None
         log.info("node_joined", address=address, name=answer.name)
         with self._lock:
             before, self._link = self._link, NodeLink(connected, on_loss=self._lost)
