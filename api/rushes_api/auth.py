@@ -14,12 +14,12 @@ from rushes_core.database import create_api_engine
 from rushes_core.fields import PRIORITIES
 from rushes_core.log import get_logger
 from rushes_core.models import ApiKey
+from rushes_core.patience import end, within
 from rushes_core.settings import Settings
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.errors import Unauthorized, database_unavailable
-from rushes_api.patience import end, within
 
 log = get_logger(__name__)
 

@@ -20,6 +20,7 @@ from rushes_core.database import EACH_ALONE
 from rushes_core.log import get_logger
 from rushes_core.measured import measured
 from rushes_core.models import Job, MeasuredTime, Replica
+from rushes_core.patience import within
 from rushes_core.predicates import IS_LEASED
 from rushes_core.settings import Settings
 from rushes_core.states import JobState, Phase
@@ -27,8 +28,6 @@ from rushes_core.video import Eta
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-
-from rushes_api.patience import within
 
 log = get_logger(__name__)
 

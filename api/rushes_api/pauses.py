@@ -5,10 +5,9 @@ import time
 
 from rushes_core import backlog
 from rushes_core.log import get_logger
+from rushes_core.patience import within
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-
-from rushes_api.patience import within
 
 log = get_logger(__name__)
 

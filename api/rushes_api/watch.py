@@ -17,6 +17,7 @@ from rushes_core.database import EACH_ALONE
 from rushes_core.events import Glimpse, Step
 from rushes_core.log import get_logger
 from rushes_core.models import Job
+from rushes_core.patience import within
 from rushes_core.settings import Settings
 from sqlalchemy import Select
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,7 +26,6 @@ from starlette.types import Receive
 
 from rushes_api.errors import ApiError, Unavailable, database_unavailable
 from rushes_api.limits import too_many
-from rushes_api.patience import within
 from rushes_api.shutdown import on_termination
 
 log = get_logger(__name__)

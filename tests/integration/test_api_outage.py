@@ -11,10 +11,10 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import auth, eta, patience, pauses, pulse, readiness, watch
+from rushes_api import auth, eta, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
-from rushes_core import keys, storage
+from rushes_core import keys, patience, storage
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.ids import new_video_id

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rushes_api import patience
 from rushes_api.watch import Seat, Update, Watcher, watching
+from rushes_core import patience
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.models import Job

@@ -7,14 +7,16 @@ open while a request is under way.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
+from typing import Any
 
 from rushes_core.database import create_api_engine
 from rushes_core.log import get_logger
+from rushes_core.patience import within
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.deliveries import Claimed, Outcome
@@ -30,6 +32,7 @@ from rushes_core.webhooks.events import (
 from rushes_core.webhooks.guard import Guard, Lookup, look_up
 from rushes_core.webhooks.schedule import JITTER, MAX_AGE_DAYS, MAX_ATTEMPTS, delay_after, retry_after
 from rushes_core.webhooks.signing import PublicKeys, SecretUnreadable, SigningSecret, Vault, sign
+from sqlalchemy import Executable, Row
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -50,6 +53,8 @@ LEASE_MARGIN_SECONDS = 30.0
 """How much longer than a request a delivery is held: for the database to take the outcome."""
 FRESH_SECONDS = 1.0
 """How long what was claimed together with another delivery of its job is sent without asking again."""
+TURN_SECONDS = 20.0
+"""How long a transaction may take: a connection may fall silent for ever, and each statement ends after ten seconds."""
 POLL_SECONDS = 0.5
 GATHER_SECONDS = 0.005
 """How long finished requests wait for others to be settled with."""
@@ -120,7 +125,7 @@ class Sender:
                 # leases run from the beginning of the transaction, however long it waits
                 began = time.monotonic()
                 try:
-                    claimed = await self._turn()
+                    claimed = await within(self._turn(), TURN_SECONDS)
                 except (DBAPIError, PoolTimeout, OSError) as error:
                     if not failing:
                         log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
@@ -283,7 +288,7 @@ class Sender:
             task.cancel()
         try:
             while self._done or self._unsent:
-                await self._turn()
+                await within(self._turn(), TURN_SECONDS)
         except (DBAPIError, PoolTimeout, OSError) as error:
             log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
 
@@ -301,23 +306,32 @@ class Sender:
             await asyncio.sleep(seconds)
 
     async def _reap(self) -> None:
-        async with self._engine.begin() as connection:
-            for lost in await connection.execute(deliveries.reap()):
-                log.warning("webhook_sender_lost", delivery_id=lost.delivery_id, attempt=lost.number)
+        for lost in await self._execute(deliveries.reap()):
+            log.warning("webhook_sender_lost", delivery_id=lost.delivery_id, attempt=lost.number)
 
     async def _tidy(self) -> None:
         for statement in (deliveries.give_up(), deliveries.cancel_left_over(), *deliveries.forget()):
             count = deliveries.MAX_AT_ONCE
             while count >= deliveries.MAX_AT_ONCE:
-                async with self._engine.begin() as connection:
-                    count = len((await connection.execute(statement)).all())
+                count = len(await self._execute(statement))
                 if count:
                     log.info("webhook_rows_tidied", count=count)
-        async with self._engine.begin() as connection:
-            unused = (await connection.execute(deliveries.unused_endpoints())).scalars().all()
-            if unused:
-                for statement in deliveries.forget_endpoints(unused):
-                    await connection.execute(statement)
+        unused = [row.id for row in await self._execute(deliveries.unused_endpoints())]
+        if unused:
+            await self._execute(*deliveries.forget_endpoints(unused))
+
+    async def _execute(self, *statements: Executable) -> Sequence[Row[Any]]:
+        """Run them in one transaction; the rows of the last one."""
+
+        async def execute() -> Sequence[Row[Any]]:
+            rows: Sequence[Row[Any]] = []
+            async with self._engine.begin() as connection:
+                for statement in statements:
+                    result = await connection.execute(statement)
+                    rows = result.all() if result.returns_rows else []
+            return rows
+
+        return await within(execute(), TURN_SECONDS)
 
 
 def _by_job(claimed: Iterable[Claimed]) -> list[list[Claimed]]:

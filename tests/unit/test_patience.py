@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from rushes_api import patience
+from rushes_core import patience
 
 
 def test_work_ends_though_its_caller_is_cancelled_once_more_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
