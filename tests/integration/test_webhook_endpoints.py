@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from rushes_api.routers import webhook_endpoints
 from rushes_api.webhooks import LOOKUP_THREADS, MAX_PROJECT_LOOKUPS, Webhooks
 from rushes_core.errors import InvalidRequest
 from rushes_core.settings import Settings
@@ -131,6 +132,23 @@ class TestSdk:
             sdk.webhooks.test(made.id, event_type="video.completed")
         assert failed.value.code == "webhook_test_failed"
         assert "connect_failed" in str(failed.value)
+
+    def test_a_test_that_nobody_took_in_time_is_not_sent_later(
+        self, hooks: Hooks, sdk: OpenAI, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(webhook_endpoints, "TEST_SECONDS", 0.3)
+        with Receiver() as receiver:
+            made = sdk.webhooks.create(name="t", url=receiver.url(), event_types=["video.completed"])
+            with pytest.raises(openai.InternalServerError) as failed:
+                sdk.webhooks.test(made.id, event_type="video.completed")
+            assert failed.value.code == "sender_unavailable"
+            job = hooks.completed()
+            with SenderThread(settings):
+                hooks.wait_for("delivered", job_id=job.id)
+            (received,) = receiver.received
+        assert not received.event_id.startswith("evt_test_")
+        taken = hooks.delivery(kind="test")
+        assert (taken.state, taken.last_error, taken.attempts) == ("cancelled", "sender_unavailable", 0)
 
     def test_rotation_keeps_the_old_secret_only_when_asked(self, hooks: Hooks, sdk: OpenAI, settings: Settings) -> None:
         with Receiver() as receiver, SenderThread(settings):

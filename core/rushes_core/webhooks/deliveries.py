@@ -556,6 +556,14 @@ def test(endpoint: WebhookEndpoint, *, new_id: str, event_id: str, type: str) ->
     )
 
 
+def withdraw_test(delivery_id: str) -> TextClause:
+    """Have a test that no sender has taken not be sent any more. Its id; no row: one has."""
+    return text("""
+UPDATE webhook_deliveries SET state = 'cancelled', last_error = 'sender_unavailable', finished_at = now()
+WHERE id = :id AND state = 'pending' RETURNING id
+""").bindparams(id=delivery_id)
+
+
 def replay(
     *, project: str, since: datetime, until: datetime, endpoint_id: str | None, types: Collection[str], limit: int
 ) -> TextClause:
