@@ -7,7 +7,7 @@ from typing import Any
 from rushes_cli.main import Parser
 
 ACTIONS = {
-    "service": "clips of a running service, for clients that wait for them",
+    "service": "clips of a running service, for clients that wait for them or at a rate of requests",
     "pipeline": "prompt to MP4 on cuda:0, with the time of every stage",
     "replica": "prompt to MP4 on one replica of several GPUs",
     "share": "one rank of a replica on one device, its collectives replaced by copies",
