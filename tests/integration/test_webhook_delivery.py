@@ -224,6 +224,19 @@ class TestAgain:
             hooks.wait_for("delivered")
         assert len({one.event_id for one in receiver.received}) == 1
 
+    def test_a_sender_that_stops_gives_back_what_it_has_not_begun(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sender_module, "STOP_SECONDS", 0.2)
+        hooks.register(receiver.url(), "video.started", "video.completed")
+        receiver.script("/hook", hang)
+        hooks.completed()
+        with SenderThread(settings):
+            wait_until(lambda: receiver.received)
+        assert hooks.delivery(type="video.started").state == "delivering"
+        end = hooks.delivery(type="video.completed")
+        assert (end.state, end.attempts) == ("pending", 0)
+
     def test_a_lease_outlasts_each_request_however_long_the_claim_waited(
         self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:

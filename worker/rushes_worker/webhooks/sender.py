@@ -205,11 +205,14 @@ class Sender:
             outlasts = began <= leased_at + self._lease_seconds - self._timeout_seconds - 1
             is_fresh = began <= claimed_at + FRESH_SECONDS and not is_off
             if not outlasts or (place > 0 and not is_fresh):
-                self._unsent += [(one.id, one.fence) for one in group[place:]]
+                self._give_back(group[place:])
                 return
             try:
                 # receivers refuse what is minutes off, and the clock of this machine may be
                 outcome = await self._attempt(claimed, int(claimed.claimed_at + began - claimed_at))
+            except asyncio.CancelledError:
+                self._give_back(group[place + 1 :])
+                raise
             except Exception:
                 # it is tried again by the schedule: one that was only left to its lease would be for ever
                 log.exception("webhook_attempt_crashed", delivery_id=claimed.id)
@@ -227,6 +230,9 @@ class Sender:
                     status=outcome.status,
                     error=outcome.error,
                 )
+
+    def _give_back(self, claimed: Iterable[Claimed]) -> None:
+        self._unsent += [(one.id, one.fence) for one in claimed]
 
     async def _attempt(self, claimed: Claimed, timestamp: int) -> Outcome:
         ended = Outcome(claimed.id, claimed.fence, "cancelled")
@@ -284,8 +290,10 @@ class Sender:
         """Let requests that are under way end, and settle them. Others' outcome is unknown: they are made again."""
         if self._under_way:
             await asyncio.wait(list(self._under_way), timeout=STOP_SECONDS)
-        for task in list(self._under_way):
+        cut_off = list(self._under_way)
+        for task in cut_off:
             task.cancel()
+        await asyncio.gather(*cut_off, return_exceptions=True)
         try:
             while self._done or self._unsent:
                 await within(self._turn(), TURN_SECONDS)
