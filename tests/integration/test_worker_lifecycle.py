@@ -246,14 +246,15 @@ class TestStop:
         assert {replica.state for replica in jobs.all_replicas()} == {"stopped"}
         assert not list(settings.scratch.iterdir())
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_worker_that_still_tries_its_encoder_leaves_nothing(
-        self, settings: Settings, start_worker: StartWorker
+        self, settings: Settings, start_worker: StartWorker, number: signal.Signals
     ) -> None:
         worker = start_worker()
         eventually(lambda: settings.scratch.is_dir() and list(settings.scratch.iterdir()))
         processes = worker.descendants
-        worker.terminate()
-        assert worker.wait() == 128 + signal.SIGTERM
+        os.kill(worker.pid, number)
+        assert worker.wait() == 128 + number
         assert not any(is_alive(pid) for pid in processes)
         assert not list(settings.scratch.iterdir())
         assert not worker.events("worker_started")

@@ -274,7 +274,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         weights: `synthetic` or `synthetic:SEED`; None: the checkpoint's.
     """
     configure_logging(settings.log_level, json=settings.log_json)
-    signal.signal(signal.SIGTERM, _leave)
+    on_stop(_leave)
     try:
         if weights is not None:
             settings = with_synthetic_weights(settings, weights)
