@@ -8,12 +8,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from rushes_core import jobs
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_worker.webhooks.sender import MAX_PROJECT_UNDER_WAY
 from rushes_worker.webhooks.transport import MAX_RECEIVED_BYTES, Answer, Transport
+from sqlalchemy import text
 from support.receiver import Behaviour, Received, Receiver, drip, hang, make_certificate, reply, reset
 from support.stack import SharedStack
 from support.waiting import wait_until
@@ -499,6 +501,24 @@ class TestBreaker:
         assert hooks.endpoint(endpoint_id).disabled_reason == "failing"
         assert hooks.delivery().last_error in ("failing", "http_error")
         wait_until(lambda: hooks.delivery().state == "cancelled")
+
+    def test_a_failure_of_long_ago_does_not_make_an_endpoint_fail_for_days(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url())
+        receiver.always("/hook", reply(500))
+        first = hooks.completed()
+        hooks.wait_attempts(1, job_id=first.id)
+        # what failed was cancelled with its video, and nothing was to be told since
+        hooks.jobs.run(jobs.delete_job(first.id, project="default"))
+        hooks.make_due()
+        hooks.wait_for("cancelled", job_id=first.id)
+        with hooks.engine.begin() as connection:
+            connection.execute(text("UPDATE webhook_endpoints SET failing_since = failing_since - interval '6 days'"))
+        for _ in range(10):
+            hooks.completed()
+        wait_until(lambda: hooks.endpoint(endpoint_id).failures >= 10)
+        assert hooks.endpoint(endpoint_id).state == "enabled"
 
     def test_the_last_attempt_of_the_schedule_fails_the_delivery(
         self, hooks: Hooks, receiver: Receiver, sender: SenderThread

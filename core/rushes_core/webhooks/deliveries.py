@@ -24,7 +24,7 @@ BREAKER_FAILURES = 10
 BREAKER_SECONDS = (60, 300)
 """The first pause and the longest."""
 FAILING_DAYS = 5
-"""An endpoint that did nothing but fail for so long is disabled."""
+"""An endpoint that was probed in vain for so long is disabled."""
 MAX_HOLD_SECONDS = 300
 """How long an answer 429 or 503 with `Retry-After` holds up the other deliveries to its endpoint at most."""
 RETENTION_DAYS = 30
@@ -292,7 +292,9 @@ WITH outcomes AS MATERIALIZED (
 )
 UPDATE webhook_endpoints AS e
 SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
-    failing_since = CASE WHEN succeeded THEN NULL ELSE coalesce(failing_since, now()) END,
+    -- from the first pause on: a failure of long ago is no days of failing
+    failing_since = CASE WHEN NOT succeeded AND failures + failed >= :breaker
+        THEN CASE WHEN failures >= :breaker THEN coalesce(failing_since, now()) ELSE now() END END,
     -- one success ends the pauses of an endpoint that is probed, and no wait that another one asked for
     open_until = greatest(
         CASE WHEN open_until > now() AND (failures < :breaker OR NOT succeeded) THEN open_until END,
@@ -301,10 +303,10 @@ SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
         )) END,
         now() + make_interval(secs => hold)
     ),
-    state = CASE WHEN e.url = ANY (gone) OR e.origin IS NULL AND NOT succeeded AND failures + failed >= :breaker
+    state = CASE WHEN e.url = ANY (gone) OR e.origin IS NULL AND NOT succeeded AND failures >= :breaker
         AND failing_since < now() - make_interval(days => :days) THEN 'disabled' ELSE state END,
     disabled_reason = CASE WHEN e.url = ANY (gone) THEN 'gone' WHEN e.origin IS NULL AND NOT succeeded
-        AND failures + failed >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
+        AND failures >= :breaker AND failing_since < now() - make_interval(days => :days) THEN 'failing'
         ELSE disabled_reason END
 FROM sums JOIN locked ON locked.id = sums.endpoint_id WHERE e.id = sums.endpoint_id
 RETURNING e.id, e.state, e.failures, """

@@ -38,6 +38,7 @@ class WebhookEndpoint(Base):
     failures: Mapped[int] = mapped_column(server_default=text("0"))
     """Attempts that failed since the last that succeeded."""
     failing_since: Mapped[datetime | None]
+    """When so many had failed in a row that pauses began."""
     open_until: Mapped[datetime | None]
     """Nothing is sent before this time; after many failures it is one delivery at a time until one succeeds."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
