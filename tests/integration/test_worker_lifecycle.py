@@ -21,7 +21,7 @@ from rushes_core.storage import RESULTS, ObjectStore
 from sqlalchemy import make_url
 from support.forwarder import Forwarder
 from support.media import box_order
-from support.processes import children, is_alive
+from support.processes import children, hangup_is, is_alive
 from support.stack import SharedStack
 from support.worker import NUM_FRAMES, SCRIPTED, Jobs, Worker, eventually, keys_of, write_contract
 
@@ -250,7 +250,8 @@ class TestStop:
     def test_worker_that_still_tries_its_encoder_leaves_nothing(
         self, settings: Settings, start_worker: StartWorker, number: signal.Signals
     ) -> None:
-        worker = start_worker()
+        with hangup_is(signal.SIG_DFL):
+            worker = start_worker()
         eventually(lambda: settings.scratch.is_dir() and list(settings.scratch.iterdir()))
         processes = worker.descendants
         os.kill(worker.pid, number)

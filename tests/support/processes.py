@@ -1,5 +1,8 @@
-"""Which processes run, from /proc."""
+"""Which processes run, from /proc, and what they inherit."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -16,6 +19,16 @@ def descendants(pid: int) -> list[int]:
 def is_alive(pid: int) -> bool:
     """Whether `pid` runs; a zombie does not."""
     return pid in _parents()
+
+
+@contextmanager
+def hangup_is(action: signal.Handlers) -> Iterator[None]:
+    """What is started within inherits this, whether the tests run under nohup or not."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _parents() -> dict[int, int]:
