@@ -201,16 +201,16 @@ class TestLosses:
         self, jobs: Jobs, start_worker: StartWorker
     ) -> None:
         worker = start_worker()
-        for epoch in range(1, 5):
+        for epoch in range(1, 6):
             eventually(lambda: [(one.state, one.epoch) for one in jobs.replicas()] == [("ready", epoch)])  # noqa: B023
             (pid,) = worker.events("group_starting")[-1]["pids"]
             os.kill(pid, signal.SIGKILL)
-        # for four seconds
-        eventually(lambda: len(worker.events("group_postponed")) == 3)
+        # for eight seconds
+        eventually(lambda: len(worker.events("group_postponed")) == 4)
 
         def told() -> bool:
             (found,) = jobs.replicas()
-            assert found.epoch == 4
+            assert found.epoch == 5
             return (found.state, found.detail["ranks"]) == ("starting", [])
 
         eventually(told)
