@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from psycopg import Connection, RawCursor, generators
+from psycopg import RawCursor, generators
 from psycopg.abc import Buffer
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
@@ -15,6 +15,8 @@ from sqlalchemy import Executable
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.elements import ClauseElement
+
+from rushes_core.impatient import Impatient
 
 _DIALECT = PGDialect_psycopg(paramstyle="numeric_dollar")
 _SERIALS = count()
@@ -33,7 +35,7 @@ class Session:
     """
 
     def __init__(self, **arguments: Any) -> None:
-        self.connection = Connection[DictRow].connect(**arguments, autocommit=True, row_factory=dict_row)
+        self.connection = Impatient[DictRow].connect(**arguments, autocommit=True, row_factory=dict_row)
         self._cursor = RawCursor(self.connection)
         self._adapter = Transformer(self.connection)
         self._columns: dict[bytes, list[str]] = {}

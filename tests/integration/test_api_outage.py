@@ -27,7 +27,7 @@ from structlog.testing import capture_logs
 from support.api import API_KEY, AUTHORIZED, JobDriver, ThreadedApi, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.event_stream import events_of
-from support.proxy import FreezableProxy
+from support.proxy import FreezableProxy, behind, relayed
 from support.stack import SharedStack, libpq_url, settings_env
 from support.waiting import wait_until
 
@@ -46,21 +46,6 @@ def api_settings(stack: SharedStack, checkpoint: Path) -> Settings:
 
 def started(settings: Settings) -> TestClient:
     return TestClient(create_app(settings), headers=AUTHORIZED)
-
-
-@contextmanager
-def relayed(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
-    """The settings with the database behind a proxy."""
-    url = make_url(settings.database_url)
-    assert url.host is not None
-    assert url.port is not None
-    with FreezableProxy(url.host, url.port) as proxy:
-        yield behind(proxy, settings), proxy
-
-
-def behind(proxy: FreezableProxy, settings: Settings) -> Settings:
-    url = make_url(settings.database_url).set(host="127.0.0.1", port=proxy.port)
-    return settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
 
 
 def warm_up(client: TestClient) -> None:

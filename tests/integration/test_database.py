@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
-from rushes_core import database
+from rushes_core import database, impatient
 from rushes_core.database import create_api_engine, create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
+from support.proxy import relayed
 
 OWN_PID = text("SELECT pg_backend_pid()")
 BROKEN = text("SELECT nonsense WHERE 'x' = :prompt")
@@ -18,6 +19,44 @@ def test_an_error_of_a_worker_does_not_hold_the_values_of_its_statement(settings
     with pytest.raises(DBAPIError) as error, engine.connect() as connection:
         connection.execute(BROKEN, {"prompt": "a secret dog"})
     assert "a secret dog" not in str(error.value)
+    engine.dispose()
+
+
+def test_a_worker_gives_up_a_connection_that_falls_silent_and_makes_another(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(impatient, "PATIENCE_SECONDS", 0.5)
+    with relayed(settings) as (through, proxy):
+        engine = create_sync_engine(through, pool_size=1)
+        with engine.connect() as connection:
+            first = connection.execute(OWN_PID).scalar_one()
+            proxy.strand()
+            with pytest.raises(OperationalError, match=r"no result within 0\.5 s") as error:
+                connection.execute(OWN_PID)
+        assert error.value.connection_invalidated
+        with engine.connect() as connection:
+            assert connection.execute(OWN_PID).scalar_one() != first
+        engine.dispose()
+
+
+def test_a_worker_does_not_take_a_connection_from_the_pool_that_fell_silent(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(impatient, "PATIENCE_SECONDS", 0.5)
+    with relayed(settings) as (through, proxy):
+        engine = create_sync_engine(through, pool_size=1)
+        with engine.connect() as connection:
+            connection.execute(OWN_PID)
+        proxy.strand()
+        with engine.connect() as connection:
+            connection.execute(OWN_PID)
+        engine.dispose()
+
+
+def test_a_worker_waits_for_what_the_server_is_still_doing(settings: Settings) -> None:
+    engine = create_sync_engine(settings, pool_size=1, patience_seconds=30)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT 7 FROM pg_sleep(0.5)")).scalar_one() == 7
     engine.dispose()
 
 

@@ -18,9 +18,9 @@ from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_core.webhooks.signing import PublicKeys, SigningSecret, Vault
 from rushes_worker.webhooks import sender as sender_module
-from sqlalchemy import make_url, text
+from sqlalchemy import text
 from standardwebhooks import Webhook
-from support.proxy import FreezableProxy
+from support.proxy import relayed
 from support.receiver import Received, Receiver, hang, reply
 from support.stack import SharedStack
 from support.unwrapping import unwrapped
@@ -361,17 +361,12 @@ class TestSeveral:
     ) -> None:
         monkeypatch.setattr(sender_module, "TURN_SECONDS", 2.0, raising=False)
         hooks.register(receiver.url())
-        url = make_url(settings.database_url)
-        assert url.host is not None
-        assert url.port is not None
-        with FreezableProxy(url.host, url.port) as proxy:
-            through = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
-            with SenderThread(settings.model_copy(update={"database_url": through})):
-                first = hooks.completed()
-                hooks.wait_for("delivered", job_id=first.id)
-                proxy.strand()
-                second = hooks.completed()
-                hooks.wait_for("delivered", job_id=second.id)
+        with relayed(settings) as (through, proxy), SenderThread(through):
+            first = hooks.completed()
+            hooks.wait_for("delivered", job_id=first.id)
+            proxy.strand()
+            second = hooks.completed()
+            hooks.wait_for("delivered", job_id=second.id)
         assert len(receiver.received) == 2
 
     def test_endpoints_that_fail_leave_room_for_those_that_do_not(self, hooks: Hooks, receiver: Receiver) -> None:

@@ -3,8 +3,13 @@
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
+
+from rushes_core.settings import Settings
+from sqlalchemy import make_url
 
 
 class FreezableProxy:
@@ -87,3 +92,18 @@ def _close(open_socket: socket.socket) -> None:
     with contextlib.suppress(OSError):
         open_socket.shutdown(socket.SHUT_RDWR)
     open_socket.close()
+
+
+@contextmanager
+def relayed(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
+    """The settings with the database behind a proxy."""
+    url = make_url(settings.database_url)
+    assert url.host is not None
+    assert url.port is not None
+    with FreezableProxy(url.host, url.port) as proxy:
+        yield behind(proxy, settings), proxy
+
+
+def behind(proxy: FreezableProxy, settings: Settings) -> Settings:
+    url = make_url(settings.database_url).set(host="127.0.0.1", port=proxy.port)
+    return settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})

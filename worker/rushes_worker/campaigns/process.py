@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from rushes_core.campaigns.loading import STATEMENT_SECONDS
 from rushes_core.database import create_sync_engine
 from rushes_core.log import get_logger
 from rushes_core.queue import CAMPAIGN_QUEUE
@@ -44,7 +45,7 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     model = ServedModel.load(settings)
-    engine = create_sync_engine(settings)
+    engine = create_sync_engine(settings, patience_seconds=STATEMENT_SECONDS + 10)
     owner = f"loader-{socket.gethostname()}-{os.getpid()}"
     loader = Loader(settings, model, engine, owner=owner)
     ender = Ender(settings, model, engine, owner=owner)
