@@ -18,6 +18,7 @@ from rushes_worker.node import _Epochs
 from rushes_worker.node_link import FromRank, NodeLink, Pulse, RankExited, StartRanks, ToRank
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.scratch import Scratch
+from rushes_worker.stopping import Stopping
 from rushes_worker.wake import Wake
 from support import scripted_pipeline
 from support.processes import children
@@ -137,11 +138,12 @@ def test_clip_that_is_read_late_has_its_own_frames_and_sound_and_not_those_of_th
     )
     scratch = Scratch(tmp_path / "scratch")
     ours, theirs = narrow_way()
-    first, link, wake = HeldUp(ours), NodeLink(theirs), Wake()
+    first, link, wake, stopping = HeldUp(ours), NodeLink(theirs), Wake(), Stopping(0)
     with ThreadPoolExecutor(1) as other_node:
         try:
             reading = other_node.submit(order_and_read_late, first, tmp_path)
-            _Epochs(settings, link, "cpu", (), scratch).serve(wake, reading.done)
+            reading.add_done_callback(lambda _: stopping.request())
+            _Epochs(settings, link, "cpu", (), scratch).serve(wake, stopping)
             heard = reading.result()
         finally:
             link.close()
