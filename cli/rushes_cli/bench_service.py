@@ -11,6 +11,8 @@ import argparse
 import json
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -35,6 +37,8 @@ MAX_RATE = 1_000.0
 MIN_BURSTINESS, MAX_BURSTINESS = 0.01, 1e6
 CLEANING_PATIENCE_SECONDS = 5.0
 """How long an API that does not answer is asked to cancel or to delete."""
+TOLD_EVERY_SECONDS = 10.0
+"""Between two lines about an API that is away."""
 SCOPES = "videos:write and videos:read"
 WARM_UP = "warm-up"
 
@@ -73,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=f"with --request-rate: requests that are open at once; what is due beyond them is sent late (default "
-        f"{DEFAULT_OPEN})",
+        f"{DEFAULT_OPEN}, at most {MAX_OPEN})",
     )
     parser.add_argument("--requests", type=int, default=32, help="clips of a run that count (default 32)")
     parser.add_argument(
@@ -90,14 +94,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-class Repeats:
-    """Counts requests that are sent again, and says why."""
+class Waits:
+    """Says why requests wait, once for all of them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._lock = threading.Lock()
+        self._told_at = float("-inf")
 
     def tell(self, reason: str) -> None:
-        self.count += 1
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told_at < TOLD_EVERY_SECONDS:
+                return
+            self._told_at = now
         print(f"rushes bench: waiting for the API: {reason}", file=sys.stderr)
 
 
@@ -106,39 +115,54 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     try:
         with interruptible(), ExitStack() as opened:
-            repeats = Repeats()
-            client = opened.enter_context(closing(from_environment(on_wait=repeats.tell, scope=SCOPES)))
-            cleaner = opened.enter_context(closing(from_environment(patience=CLEANING_PATIENCE_SECONDS, scope=SCOPES)))
+            client = opened.enter_context(closing(from_environment(on_wait=Waits().tell, needs=f"the scopes {SCOPES}")))
+            cleaner = opened.enter_context(
+                closing(from_environment(patience=CLEANING_PATIENCE_SECONDS, needs=f"the scopes {SCOPES}"))
+            )
             out = None
             if arguments.out is not None:
                 out = opened.enter_context(arguments.out.open("a", encoding="utf-8"))
-            return _measure(client, cleaner, repeats, arguments, out)
+            return _measure(client, cleaner, arguments, out)
     except Interrupted as interruption:
         print("rushes bench: interrupted; what it had queued is cancelled", file=sys.stderr)
         return 128 + interruption.signum
 
 
-def _measure(
-    client: Client, cleaner: Client, repeats: Repeats, arguments: argparse.Namespace, out: IO[str] | None
-) -> int:
+def _measure(client: Client, cleaner: Client, arguments: argparse.Namespace, out: IO[str] | None) -> int:
     shapes = shapes_of(client, arguments)
     done: list[Done] = []
     for one in _runs(client, cleaner, shapes, arguments):
-        repeats.count = 0
         if out is not None and one.name != WARM_UP:
             one.on_end = partial(write_line, out, one.name)
         try:
             one.go()
-        finally:
+        except BaseException:
             with deferred():
-                if one.name != WARM_UP:
-                    print(json.dumps(figures(one, arguments, client.url, repeats.count)), flush=True)
-                if not arguments.keep:
-                    one.delete()
+                _end(one, arguments)
+                _try_delete(one, arguments)
+            raise
+        with deferred():
+            _end(one, arguments)
+            if not arguments.keep:
+                one.delete()
         done += one.done
     if num_failed := sum(one.status != "completed" for one in done):
         raise RushesError(f"{num_failed} of {len(done)} clips did not complete")
     return 0
+
+
+def _end(one: Loop, arguments: argparse.Namespace) -> None:
+    if one.name != WARM_UP:
+        print(json.dumps(figures(one, arguments)), flush=True)
+
+
+def _try_delete(one: Loop, arguments: argparse.Namespace) -> None:
+    """Of what was broken off: why it was is said last."""
+    try:
+        if not arguments.keep:
+            one.delete()
+    except RushesError as error:
+        print(f"rushes bench: {error}", file=sys.stderr)
 
 
 def _runs(client: Client, cleaner: Client, shapes: list[Shape], arguments: argparse.Namespace) -> Iterator[Loop]:
@@ -185,6 +209,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--warm-up must be at least 0, got {arguments.warm_up}")
     check_lengths(arguments)
     check_folder(arguments.out, "--out")
+    if arguments.out is not None and arguments.out.is_dir():
+        raise UsageError(f"--out {arguments.out} is a directory")
 
 
 def _check_closed(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from rushes_core.clip import Clip
 from rushes_cli.bench_service_loops import Done, Loop, OpenLoop
 
 
-def figures(run: Loop, arguments: argparse.Namespace, url: str, repeats: int) -> dict[str, Any]:
+def figures(run: Loop, arguments: argparse.Namespace) -> dict[str, Any]:
     """What one run came to: times in seconds, clips and times of those that completed."""
     completed = [one for one in run.done if one.status == "completed"]
     rendered = sum(Clip.for_seconds(one.sending.shape.seconds).num_frames for one in completed)
@@ -20,17 +20,17 @@ def figures(run: Loop, arguments: argparse.Namespace, url: str, repeats: int) ->
     titles = {(shape.seconds, shape.tokens): shape.title for shape in run.shapes}
     late = {"late_s": _spread([one.sending.late for one in run.done])} if isinstance(run, OpenLoop) else {}
     return {
-        "url": url,
+        "url": run.client.url,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "size": arguments.size,
-        "seed": run.first_seed,
+        "seed": arguments.seed,
         **run.about(),
         "requests": len(run.shapes),
         "complete": run.is_complete,
         "completed": len(completed),
         "failed": {code: codes.count(code) for code in sorted(set(codes))},
         "retried": sum(one.attempt > 1 for one in run.done),
-        "sent_again": repeats,
+        "sent_again": run.sent_again,
         "seconds": round(run.seconds, 3),
         "videos_per_second": _rate(len(completed), run.seconds),
         "frames_per_second": _rate(rendered, run.seconds),

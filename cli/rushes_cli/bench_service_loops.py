@@ -28,6 +28,8 @@ POLL_SECONDS = 1.0
 """Between two questions where the API has no seat for those who wait, or a proxy takes the wish to wait away."""
 REFUSED = "refused"
 """Status of a request that the API did not take for a limit of key or queue."""
+UNKNOWN = "unknown"
+"""Status of a request whose end was not heard of, since the API was away for too long."""
 ORIGIN = "rushes bench service"
 """What the metadata of every job says of it."""
 _FINAL = frozenset(state.public_status for state in FINAL_STATES)
@@ -78,6 +80,8 @@ class Loop(ABC):
     done: list[Done] = field(default_factory=list[Done])
     seconds: float = 0.0
     """From the first request to the last clip, or until it was broken off."""
+    sent_again: int = 0
+    """How often a request for a clip was."""
 
     passing: ClassVar[Collection[int]] = PASSING
     """Status codes after which a request is sent again."""
@@ -130,7 +134,10 @@ class Loop(ABC):
         try:
             ids = [video["id"] for video in self.cleaner.pages("/v1/videos", limit=100, **{"metadata[run]": self._tag})]
         except (Refused, Unreachable) as error:
-            raise RushesError(f"the clips with the metadata run={self._tag} are not deleted: {error}") from None
+            raise RushesError(
+                f"the clips with the metadata run={self._tag} are not deleted, and those that wait will be rendered: "
+                f"{error}; GET /v1/videos?metadata[run]={self._tag} lists them"
+            ) from None
         for video_id in ids:
             try:
                 self.cleaner.delete(f"/v1/videos/{video_id}")
@@ -165,21 +172,25 @@ class Loop(ABC):
         now = time.monotonic()
         due = now if due is None else due
         sending = Sending(number, self.shapes[number], due, now - due, datetime.now(UTC))
+        video: dict[str, Any] = {}
         try:
             video = self._post(sending)
+            while video["status"] not in _FINAL:
+                if self._stop.is_set():
+                    self._cancel([video["id"]])
+                    return
+                asked = time.monotonic()
+                video = self.client.wait(f"/v1/videos/{video['id']}", WAIT_SECONDS)
+                if video["status"] not in _FINAL and time.monotonic() - asked < POLL_SECONDS:
+                    self._stop.wait(POLL_SECONDS)
+        except Unreachable:
+            self._end(Done(sending, UNKNOWN, "api_away", time.monotonic() - due, video_id=video.get("id")))
+            raise
         except Refused as error:
-            if error.status != HTTPStatus.TOO_MANY_REQUESTS or error.status in self.passing:
+            if video or error.status != HTTPStatus.TOO_MANY_REQUESTS or error.status in self.passing:
                 raise
             self._end(Done(sending, REFUSED, error.code, time.monotonic() - due))
             return
-        while video["status"] not in _FINAL:
-            if self._stop.is_set():
-                self._cancel([video["id"]])
-                return
-            asked = time.monotonic()
-            video = self.client.wait(f"/v1/videos/{video['id']}", WAIT_SECONDS)
-            if video["status"] not in _FINAL and time.monotonic() - asked < POLL_SECONDS:
-                self._stop.wait(POLL_SECONDS)
         if self._stop.is_set() and video["status"] == "cancelled":
             # by this run, which was broken off: that tells nothing of the service
             return
@@ -200,14 +211,21 @@ class Loop(ABC):
     def _post(self, sending: Sending) -> dict[str, Any]:
         seed = (self.first_seed + sending.number) % (MAX_SEED + 1)
         own = {"seed": seed, "metadata": {"made_by": ORIGIN, "run": self._tag}}
-        video = self.client.post("/v1/videos", sending.shape.body | own, passing=self.passing)
+        video = self.client.post(
+            "/v1/videos", sending.shape.body | own, passing=self.passing, on_repeat=self._note_repeat
+        )
         with self._lock:
             self._open.add(video["id"])
         return video
 
+    def _note_repeat(self) -> None:
+        with self._lock:
+            self.sent_again += 1
+
     def _end(self, done: Done) -> None:
         with self._lock:
-            self._open.discard(done.video_id or "")
+            if done.status != UNKNOWN:
+                self._open.discard(done.video_id or "")
             self.done.append(done)
             if self.on_end is not None:
                 self.on_end(done)

@@ -8,8 +8,11 @@ from rushes_core.errors import RushesError
 
 from rushes_cli.bench_lengths import prompt_text
 from rushes_cli.campaigns.client import Client, Refused
+from rushes_cli.main import UsageError
 
 MAX_CHARACTERS_A_TOKEN = 12
+_OPTIONS = ("size", "priority")
+"""Fields of a request that are named as the options that they come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +83,9 @@ def prompt_of(client: Client, body: dict[str, Any], tokens: int) -> str:
 
 
 def _validated(client: Client, body: dict[str, Any]) -> dict[str, Any]:
-    return client.post("/v1/videos/validate", body)
+    try:
+        return client.post("/v1/videos/validate", body)
+    except Refused as error:
+        if error.param in _OPTIONS:
+            raise UsageError(f"--{error}") from None
+        raise

@@ -23,8 +23,8 @@ Loaded = TypeVar("Loaded")
 
 _STATUSES = """\
 exit status of every command: 0 it is done; 2 an option, an argument or a variable is wrong, and nothing was begun;
-1 what was asked for is refused by API, database, store, checkpoint or machine, or failed; 130 Ctrl-C, but for what runs
-until it is stopped; 141 nobody reads what it prints"""
+1 what was asked for is refused by API, database, store, checkpoint or machine, or failed; 130 Ctrl-C, 143 SIGTERM and
+129 a hangup, but for what runs until it is stopped; 141 nobody reads what it prints"""
 
 
 class UsageError(Exception):

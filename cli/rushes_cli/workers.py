@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    client = from_environment(patience=_PATIENCE_SECONDS, scope="admin")
+    client = from_environment(patience=_PATIENCE_SECONDS, needs="the scope admin")
     try:
         workers = list(client.pages("/v1/workers", limit=100))
     finally:

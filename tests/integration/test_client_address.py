@@ -88,6 +88,13 @@ def test_tls_that_is_spoken_to_by_plain_http_is_named_at_once(secured: int) -> N
         assert waits == []
 
 
+def test_a_path_that_the_api_is_not_at_is_named_at_once(plain: int) -> None:
+    with asking(f"http://{HOST}:{plain}/elsewhere") as (client, waits):
+        with pytest.raises(WrongAddress, match=f"^RUSHES_URL=http://{HOST}:{plain}/elsewhere: unknown route: GET"):
+            client.get("/healthz")
+        assert waits == []
+
+
 def test_a_certificate_that_nobody_trusts_is_named_at_once(secured: int) -> None:
     with asking(f"https://{HOST}:{secured}") as (client, waits):
         with pytest.raises(WrongAddress, match=f"the certificate of {HOST} is not trusted: self-signed certificate"):

@@ -154,7 +154,16 @@ class TestUsage:
         monkeypatch.setenv("RUSHES_KEY", "key")
 
     def test_a_key_and_an_address_are_asked_for_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for address in ("nonsense", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://a..b"):
+        unusable = ("http://user:word@host", "http://host?x=1", "http://host/#f")
+        for address in (
+            "nonsense",
+            "ftp://host",
+            "http://",
+            "http://host:port",
+            "http://host:99999",
+            "http://a..b",
+            *unusable,
+        ):
             monkeypatch.setenv("RUSHES_URL", address)
             with pytest.raises(UsageError, match="RUSHES_URL"):
                 from_environment()

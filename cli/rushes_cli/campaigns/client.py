@@ -26,6 +26,8 @@ PASSING = frozenset({429, 502, 503, 504})
 """Status codes after which a request is sent again, unless the answer says that this is of no use."""
 _UNDER_WAY = "idempotency_in_progress"
 """The code of a request that is sent again while the first one has no answer yet."""
+_NO_ROUTE = "unknown_url"
+"""The code of an answer to a path that the API does not have."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 5.0
 
@@ -82,19 +84,25 @@ class Client:
         return self._repeat(lambda: self._http.get(path, params=wanted))
 
     def post(
-        self, path: str, members: Mapping[str, Any] | None = None, *, passing: Collection[int] = PASSING
+        self,
+        path: str,
+        members: Mapping[str, Any] | None = None,
+        *,
+        passing: Collection[int] = PASSING,
+        on_repeat: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """The answer's object. Repeated after an answer that was lost it has no second effect.
 
         Args:
             passing: status codes after which it is sent again.
+            on_repeat: called before it is.
 
         Raises:
             Refused, Unreachable
         """
         headers = {"Idempotency-Key": uuid4().hex}
         body = dict(members) if members else None
-        return self._repeat(lambda: self._http.post(path, json=body, headers=headers), passing)
+        return self._repeat(lambda: self._http.post(path, json=body, headers=headers), passing, on_repeat)
 
     def delete(self, path: str) -> dict[str, Any]:
         """The answer's object.
@@ -165,7 +173,12 @@ class Client:
                 return
             after = page["last_id"]
 
-    def _repeat(self, send: Callable[[], httpx.Response], passing: Collection[int] = PASSING) -> dict[str, Any]:
+    def _repeat(
+        self,
+        send: Callable[[], httpx.Response],
+        passing: Collection[int] = PASSING,
+        on_repeat: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + self._patience
         delay = _FIRST_DELAY
         while True:
@@ -188,14 +201,18 @@ class Client:
                     if answer.status_code == 400:
                         # so a server of TLS may answer plain HTTP
                         self._check_address(partial(tls_fault, self.url))
+                    if refused.code == _NO_ROUTE:
+                        raise WrongAddress(f"RUSHES_URL={self.url}: {refused}")
                     raise refused
                 reason = str(refused)
                 wait = max(delay, retry_after(answer))
             if time.monotonic() + wait > deadline:
-                raise Unreachable(f"{self.url}: {reason}")
+                raise Unreachable(f"{self.url}: {reason}; given up after {self._patience:g} s")
             if self._on_wait is not None:
                 self._on_wait(reason)
             time.sleep(wait)
+            if on_repeat is not None:
+                on_repeat()
             delay = min(2 * delay, _LONGEST_DELAY)
 
     def _check_address(self, fault_there: Callable[[], str | None]) -> None:
@@ -208,34 +225,42 @@ def from_environment(
     *,
     patience: float = PATIENCE_SECONDS,
     on_wait: Callable[[str], None] | None = None,
-    scope: str = "batches",
+    needs: str = "the scope batches",
 ) -> Client:
     """A client for what `RUSHES_URL` and `RUSHES_KEY` name, or the operator's `RUSHES_API_KEY`.
 
     Args:
-        scope: that the key needs.
+        needs: what the key must have, in words.
 
     Raises:
         UsageError
     """
     url = os.environ.get("RUSHES_URL", "").strip() or DEFAULT_URL
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        httpx.URL(url).host.encode("idna")
-    except (ValueError, httpx.InvalidURL):
-        is_url = False
-    if not is_url:
-        raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
+    _check(url)
     key = next(filter(None, (os.environ.get(name, "").strip() for name in ("RUSHES_KEY", "RUSHES_API_KEY"))), None)
     if key is None:
-        raise UsageError(f"RUSHES_KEY is missing: a key with the scope {scope}; `rushes up` prints one")
+        raise UsageError(f"RUSHES_KEY is missing: a key with {needs}; `rushes up` prints one")
     if not (key.isascii() and key.isprintable()):
         raise UsageError("RUSHES_KEY has characters that no key has")
     try:
         return Client(url.rstrip("/").removesuffix("/v1"), key, patience=patience, on_wait=on_wait)
     except OSError as error:
         raise UsageError(f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')}: {error.strerror or error}") from None
+
+
+def _check(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(url).host.encode("idna")
+    except (ValueError, httpx.InvalidURL):
+        parts, is_one = urlsplit(""), False
+    if not is_one:
+        raise UsageError(f"RUSHES_URL must be the address of the API, as {DEFAULT_URL}, got {url!r}")
+    if "@" in parts.netloc:
+        raise UsageError("RUSHES_URL must be without a name and a password: the key is RUSHES_KEY")
+    if parts.query or parts.fragment:
+        raise UsageError(f"RUSHES_URL must end before `?` and `#`, got {url!r}")
 
 
 def refusal(answer: httpx.Response) -> Refused:
