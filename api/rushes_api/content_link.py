@@ -9,7 +9,6 @@ from http import HTTPStatus
 
 from anyio import to_thread
 from fastapi import Request
-from rushes_core.fields import shown
 from rushes_core.models import Job
 from rushes_core.settings import ContentDelivery, Settings
 from rushes_core.stored import stored_variants
@@ -49,9 +48,9 @@ def check_link(video_id: str, expires: str | None, signature: str | None, settin
         raise _refused("lacks its parameters expires and signature", "invalid_link")
     is_number = expires.isascii() and expires.isdigit() and len(expires) <= 12
     if not is_number or not hmac.compare_digest(_signature(video_id, expires, settings), signature.encode()):
-        raise _refused(f"has the signature of another one, got {shown(signature)}", "invalid_link")
+        raise _refused("is not as it was given: ask for the task again, which has a new one", "invalid_link")
     if int(expires) < time.time():
-        raise _refused(f"worked until {expires}; ask for the task again, which has a new one", "link_expired")
+        raise _refused("worked for a while and is too old: ask for the task again, which has a new one", "link_expired")
 
 
 def _refused(why: str, code: str) -> ApiError:

@@ -16,7 +16,7 @@ def test_it_renders_by_another_base_url_and_key(service: Service, tmp_path: Path
     (code,) = (one for one in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "/v2/video_generation" in one)
     for told, here in (
         ("http://127.0.0.1:8000", str(service.http.base_url)),
-        ("{key}", API_KEY),
+        ('key = "..."', f"key = {API_KEY!r}"),
         ('"resolution": "768P"', '"resolution": "480P"'),
         ('"ratio": "16:9"', '"ratio": "1:1"'),
         ('"duration": 5', '"duration": 4'),

@@ -473,8 +473,12 @@ class TestList:
             ("filter.status", "in_progress", "must be one of queued, running, succeeded, failed, cancelled, got"),
             ("filter.task_type", "video", "filter.task_type must be one of generation, h3_context_ir, regeneration"),
             ("filter.model", "\x00", "filter.model must be the name of a model"),
-            ("filter.task_ids", "424010985738629", "filter.task_ids must be at most 100 ids of tasks, got '4240"),
-            ("filter.task_ids", ",".join(new_video_id() for _ in range(101)), "got 101 of them"),
+            ("filter.task_ids", "424010985738629", "filter.task_ids must be ids of tasks, got '4240"),
+            (
+                "filter.task_ids",
+                ",".join(new_video_id() for _ in range(101)),
+                "filter.task_ids must be at most 100 ids, got 101",
+            ),
             ("limit", "1", "unknown query parameter: limit"),
         ],
     )

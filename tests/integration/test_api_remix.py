@@ -2,13 +2,21 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
+from rushes_api.app import create_app
 from rushes_core.ids import new_video_id
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from sqlalchemy import cast, update
+from sqlalchemy.dialects.postgresql import JSONB
 from starlette.testclient import TestClient
-from support.api import JobDriver, multipart
+from support.api import AUTHORIZED, JobDriver, multipart
+from support.fuzz import WEBHOOK_KEY
 
 
 def create(client: TestClient, **body: Any) -> dict[str, Any]:
@@ -23,6 +31,14 @@ def remix(client: TestClient, video_id: str, prompt: str = "a cat", **options: A
     assert response.status_code == 200, response.text
     video: dict[str, Any] = response.json()
     return video
+
+
+@pytest.fixture(scope="module")
+def hooked(api_settings: Settings) -> Iterator[TestClient]:
+    """A deployment that tells by webhooks, of addresses that anybody can reach."""
+    settings = api_settings.model_copy(update={"webhook_key": SecretStr(WEBHOOK_KEY)})
+    with TestClient(create_app(settings), headers=AUTHORIZED) as client:
+        yield client
 
 
 SAME = ("seconds", "size", "size_requested", "seed", "metadata", "priority", "model")
@@ -50,6 +66,20 @@ class TestRemix:
         source = create(client, retention={"seconds": 3_600})
         made = remix(client, source["id"])
         assert made["expires_at"] - made["created_at"] in (3_600, 3_601)
+
+    def test_a_webhook_that_is_not_allowed_any_more_is_said_to_be_the_sources(
+        self, hooked: TestClient, driver: JobDriver
+    ) -> None:
+        source = create(hooked)["id"]
+        hook = {"url": "http://127.0.0.1:9000/", "events": ["video.completed"]}
+        with driver.engine.begin() as connection:
+            asked = Job.request.op("||")(cast({"webhook": hook}, JSONB))
+            connection.execute(update(Job).where(Job.id == source).values(request=asked))
+        response = hooked.post(f"/v1/videos/{source}/remix", json={"prompt": "a cat"})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "webhook_url"
+        assert error["message"].startswith(f"{source} cannot be remixed: its webhook_url must begin with https://, got")
 
     def test_the_source_may_have_any_status(self, client: TestClient, driver: JobDriver, tmp_path: Path) -> None:
         failed, completed = (create(client)["id"] for _ in range(2))

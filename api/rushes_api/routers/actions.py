@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from rushes_core import jobs
-from rushes_core.errors import TransitionRefused
+from rushes_core.errors import InvalidRequest, TransitionRefused
 from rushes_core.models import Job
 from rushes_core.request import ResolvedRequest, remix
 from rushes_core.states import RETRYABLE_STATES, JobState
@@ -128,12 +128,23 @@ async def remix_video(
     admit = admission(order, caller=caller, state=state, remixed_from=video_id)
 
     async def accept(session: AsyncSession) -> Video:
-        job = await admit(session)
+        try:
+            job = await admit(session)
+        except InvalidRequest as error:
+            raise _not_to_be_remixed(error, video_id) from error
         return view.video(job, num_ahead=await state["lookup"].num_ahead_of_newcomer(job))
 
     call = Call(caller, f"POST /v1/videos/{video_id}/remix", key, sent.fingerprint)
     response = await take_effect(call, accept, request=request, sessions=state["sessions"])
     return await answer_later(response, seconds, request=request, caller=caller, state=state, view=view)
+
+
+def _not_to_be_remixed(error: InvalidRequest, video_id: str) -> InvalidRequest:
+    """What `error` says of a field that was taken from the source, where the client cannot change it."""
+    if error.param not in ("webhook_url", "callback_url"):
+        return error
+    why = f"{video_id} cannot be remixed: its {error}. POST /v1/videos takes the same request without it"
+    return InvalidRequest(why, param=error.param, code=error.code)
 
 
 @router.get("/{video_id}/attempts")

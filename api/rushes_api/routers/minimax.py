@@ -171,10 +171,11 @@ def _listed(parameters: Mapping[str, str], project: str) -> Select[Job]:
     if "filter.task_ids" in parameters:
         ids = parameters["filter.task_ids"].split(",")
         wrong = next((one for one in ids if not is_video_id(one)), None)
-        if wrong is not None or len(ids) > MAX_PAGE_SIZE:
-            got = f"{len(ids)} of them" if wrong is None else shown(wrong)
+        if wrong is not None:
+            raise ApiError(f"filter.task_ids must be ids of tasks, got {shown(wrong)}", param="filter.task_ids")
+        if len(ids) > MAX_PAGE_SIZE:
             raise ApiError(
-                f"filter.task_ids must be at most {MAX_PAGE_SIZE} ids of tasks, got {got}", param="filter.task_ids"
+                f"filter.task_ids must be at most {MAX_PAGE_SIZE} ids, got {len(ids)}", param="filter.task_ids"
             )
         wanted = wanted.where(Job.id.in_(ids))
     task_type = one_of("filter.task_type", parameters.get("filter.task_type", GENERATION), TASK_TYPES)
