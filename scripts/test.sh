@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE
 WAITING="tests/integration tests/faults"
 WORKERS="$(echo tests/integration/test_worker_*.py) tests/integration/test_node_backlog.py tests/faults"
 # the tests of workers end first: what follows them would make the part that computes the last
-AFTER_WORKERS="tests/kernels tests/media"
+AFTER_WORKERS=tests/media
 FUZZ=tests/integration/test_api_fuzz.py
 COMPUTING=$FUZZ
 for folder in tests/*/; do
