@@ -25,7 +25,6 @@ import http_load
 from command_line import amount, at_least, run
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
-from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
 
@@ -108,7 +107,7 @@ def running_api(workers: int) -> Iterator[Server]:
         _wait_until_up(port, stack)
         took = time.monotonic() - began
         fields: dict[str, Any] = {name.removeprefix("RUSHES_").lower(): v for name, v in stack.settings_env.items()}
-        engine = create_sync_engine(Settings(checkpoint=checkpoint, **fields))
+        engine = bench.patient_engine(Settings(checkpoint=checkpoint, **fields))
         yield Server(port, child.popen.pid, engine, took, workers)
         stack.check_running()
         engine.dispose()

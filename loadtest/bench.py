@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from rushes_cli.main import UsageError, one_line_database_errors
 from rushes_cli.stack import EmbeddedStack
-from rushes_core.database import migrate
+from rushes_core.database import create_sync_engine, migrate
 from rushes_core.setting_rules import problems
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
@@ -66,6 +66,11 @@ def _settings(fields: dict[str, Any]) -> Settings:
         return Settings(checkpoint=Path("/nonexistent"), **fields)
     except ValidationError as error:
         raise UsageError(f"settings: {problems(error, Settings)}") from None
+
+
+def patient_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
+    """For what sets tables up too, which takes longer than any statement of a process."""
+    return create_sync_engine(settings, pool_size=pool_size, patience_seconds=3_600)
 
 
 def clear(engine: Engine) -> None:

@@ -31,7 +31,6 @@ from command_line import at_least, run
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
 from rushes_core import claims, jobs, replicas
-from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
@@ -89,7 +88,7 @@ def running(num_bytes: int) -> Iterator[Rushes]:
             for name, more in words.items()
         }
         fields: dict[str, Any] = {name.removeprefix("RUSHES_").lower(): v for name, v in stack.settings_env.items()}
-        engine = create_sync_engine(Settings(checkpoint=checkpoint, **fields))
+        engine = bench.patient_engine(Settings(checkpoint=checkpoint, **fields))
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=600, trust_env=False) as client:
             _wait(lambda: _answers(client))

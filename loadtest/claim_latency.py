@@ -12,7 +12,6 @@ from pathlib import Path
 
 import bench
 from command_line import amount, at_least, run
-from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_worker.ledger import Ledger
 
@@ -48,7 +47,7 @@ def main() -> None:
     if arguments.claims < arguments.connections:
         parser.error(f"--claims must be at least --connections, {arguments.connections}, got {arguments.claims}")
     with bench.servers() as settings:
-        engine = create_sync_engine(settings)
+        engine = bench.patient_engine(settings)
         if not arguments.keep:
             bench.clear(engine)
             began = time.monotonic()

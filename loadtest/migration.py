@@ -17,7 +17,7 @@ from pathlib import Path
 import bench
 from alembic import command
 from command_line import amount, at_least, run
-from rushes_core.database import alembic_config, create_sync_engine
+from rushes_core.database import alembic_config
 from rushes_core.settings import Settings
 from sqlalchemy import Connection, text
 
@@ -43,7 +43,7 @@ class Writer(threading.Thread):
 
     def __init__(self, settings: Settings, rate: float, write: Callable[[Connection, int], object]) -> None:
         super().__init__(daemon=True)
-        self._engine = create_sync_engine(settings, pool_size=1)
+        self._engine = bench.patient_engine(settings, pool_size=1)
         self._interval = 1 / rate
         self._write = write
         self.stop = threading.Event()
@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with bench.servers() as settings:
         config = alembic_config(settings.database_url)
-        engine = create_sync_engine(settings)
+        engine = bench.patient_engine(settings)
         bench.clear(engine)
         command.downgrade(config, PREVIOUS_RELEASE)
         bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects)

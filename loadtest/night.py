@@ -34,7 +34,6 @@ from command_line import amount, at_least, run
 from rankless import RanklessReplica
 from rushes_cli.stack import EmbeddedStack
 from rushes_cli.stack.ports import free_port
-from rushes_core.database import create_sync_engine
 from rushes_core.log import configure_logging
 from rushes_core.settings import Settings
 from sqlalchemy import Engine, text
@@ -253,7 +252,7 @@ def service(receiver: Receiver) -> Iterator[tuple[Night, Settings]]:
         _wait(lambda: _answers(url), what="the API")
         fields = {name.removeprefix("RUSHES_").lower(): value for name, value in stack.settings_env.items()}
         settings = Settings(**(fields | mine))  # pyright: ignore[reportArgumentType]
-        engine = create_sync_engine(settings, pool_size=3)
+        engine = bench.patient_engine(settings, pool_size=3)
         night = Night(url, engine, receiver)
         yield night, settings
         stack.check_running()

@@ -22,7 +22,6 @@ from command_line import amount, at_least, run
 from rankless import RanklessReplica
 from rushes_core import claims, jobs
 from rushes_core.claims import ClaimedJob
-from rushes_core.database import create_sync_engine
 from rushes_core.errors import RushesError
 from rushes_core.models import Job
 from rushes_core.prepared import Prepared
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=at_least(1), default=60_000, help="queued before each case")
     arguments = parser.parse_args()
     with bench.servers() as settings:
-        engine = create_sync_engine(settings)
+        engine = bench.patient_engine(settings)
         for client, processes in product(arguments.clients, arguments.processes):
             bench.clear(engine)
             bench.fill(engine, jobs=arguments.jobs, projects=arguments.projects, keys=True)

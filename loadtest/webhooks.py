@@ -25,7 +25,6 @@ from typing import Any
 
 import bench
 from command_line import amount, at_least, run
-from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
 from rushes_core.webhooks import endpoints
 from rushes_core.webhooks.guard import Guard
@@ -215,7 +214,7 @@ def main() -> None:
     with bench.servers() as found:
         key = urlsafe_b64encode(os.urandom(32)).decode()
         settings = Settings(**(found.model_dump() | {"webhook_key": key, "webhook_loopback": True}))
-        engine = create_sync_engine(settings)
+        engine = bench.patient_engine(settings)
         if "throughput" in options.cases:
             throughput(engine, settings, options, with_dead=False)
         if "dead" in options.cases:

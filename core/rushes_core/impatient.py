@@ -7,7 +7,8 @@ import psycopg
 from psycopg.abc import PQGen
 
 PATIENCE_SECONDS = 15.0
-"""How long a result may be waited for: longer than the server lets a statement run, and half a lease."""
+"""How long a result may be waited for: longer than the server lets a statement run. A commit, which it does not bound,
+is in doubt then."""
 _LOOK_SECONDS = 0.1
 """How often a wait is left for Ctrl-C to be seen."""
 

@@ -20,7 +20,11 @@ _PLANS_KEPT_SECONDS = 5.0
 
 
 class Connections:
-    """Lends a connection to one thread at a time, a new one when none is free; one that failed is not lent again."""
+    """Lends a connection to one thread at a time, a new one when none is free.
+
+    One that failed is not lent again, nor are those that were free when it had ended: what ended it has mostly met them
+    too, and each would have to be tried.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
@@ -46,11 +50,14 @@ class Connections:
                 lent.forget_old_plans()
                 yield lent.session
             except BaseException:
+                if lent.session.connection.closed:
+                    self.close()
                 lent.session.connection.close()
                 raise
             self._free.append(lent)
 
     def close(self) -> None:
+        """Close those that are free."""
         while (lent := self._pop()) is not None:
             lent.session.connection.close()
 
