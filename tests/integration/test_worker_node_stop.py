@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -46,12 +47,12 @@ def first(settings: Settings, tmp_path: Path) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def join(settings: Settings, tmp_path: Path) -> Iterator[Callable[[], JoiningNode]]:
+def join(settings: Settings, tmp_path: Path) -> Iterator[Callable[..., JoiningNode]]:
     numbers = count(2)
     with ExitStack() as running:
 
-        def join() -> JoiningNode:
-            chosen = settings.model_copy(update={"scratch": tmp_path / "second"})
+        def join(**changes: Any) -> JoiningNode:
+            chosen = settings.model_copy(update={"scratch": tmp_path / "second", **changes})
             log = tmp_path / f"node-{next(numbers)}.log"
             return running.enter_context(JoiningNode(chosen, log, f"{HOST}:{settings.node_port}"))
 
@@ -59,7 +60,7 @@ def join(settings: Settings, tmp_path: Path) -> Iterator[Callable[[], JoiningNod
 
 
 def test_the_job_on_its_ranks_is_finished_and_no_other_is_begun_until_a_node_joins_again(
-    jobs: Jobs, first: Worker, join: Callable[[], JoiningNode]
+    jobs: Jobs, first: Worker, join: Callable[..., JoiningNode]
 ) -> None:
     second = join()
     jobs.wait_ready()
@@ -79,8 +80,23 @@ def test_the_job_on_its_ranks_is_finished_and_no_other_is_begun_until_a_node_joi
     assert not first.events("group_postponed")
 
 
+@pytest.mark.long
+def test_a_job_that_outlasts_its_time_is_given_back_and_nothing_counted(
+    jobs: Jobs, first: Worker, join: Callable[..., JoiningNode]
+) -> None:
+    second = join(shutdown_grace_seconds=1)
+    jobs.wait_ready()
+    job_id = jobs.add("[step 2.5]")
+    jobs.wait_for_step(job_id, 1)
+    second.terminate()
+    second.wait()
+    job = jobs.wait_for(job_id, JobState.QUEUED)
+    assert (job.attempt, job.crash_count, job.error) == (0, 0, None)
+    assert not first.events("group_postponed")
+
+
 def test_both_that_are_stopped_at_once_finish_the_job(
-    jobs: Jobs, first: Worker, join: Callable[[], JoiningNode]
+    jobs: Jobs, first: Worker, join: Callable[..., JoiningNode]
 ) -> None:
     second = join()
     jobs.wait_ready()
@@ -93,7 +109,7 @@ def test_both_that_are_stopped_at_once_finish_the_job(
     assert (job.state, job.attempt, job.crash_count) == (JobState.COMPLETED, 1, 0)
 
 
-def test_one_without_a_job_leaves_at_once(jobs: Jobs, first: Worker, join: Callable[[], JoiningNode]) -> None:
+def test_one_without_a_job_leaves_at_once(jobs: Jobs, first: Worker, join: Callable[..., JoiningNode]) -> None:
     second = join()
     jobs.wait_ready()
     second.terminate()

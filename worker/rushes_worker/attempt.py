@@ -209,7 +209,7 @@ class Attempt:
         workshop = self._workshop
         self._phases = _PhaseClock(self._progress.phase)
         if self._failure is None and group.ended:
-            self._failure = self._loss_before_its_turn()
+            self._failure = self._loss_before_its_turn(group)
         if self._failure is not None:
             # its turn never came: nothing is reported of it, and so nobody pays for it
             return False
@@ -219,8 +219,8 @@ class Attempt:
             log.info("job_rendered", idle_before_seconds=self._idle_seconds, told_ahead=self._told_ahead)
             return True
         except GroupLost as lost:
-            # at the end of the grace period the group goes with the worker: that is no crash of the job's
-            if workshop.stopping.grace_is_over:
+            # at the end of its grace period a node takes the group along: that is no crash of the job's
+            if workshop.stopping.grace_is_over or group.is_leaving:
                 self._failure = Halted(Halt.STOPPING)
             else:
                 workshop.crashes.note(self._job.id)
@@ -231,13 +231,13 @@ class Attempt:
                 group.end("stopping")
         return False
 
-    def _loss_before_its_turn(self) -> Exception:
+    def _loss_before_its_turn(self, group: RankGroup) -> Exception:
         """What it means to this attempt that the ranks ended while another one was on them.
 
         Once they had begun this one as well, nobody knows which of them it was: it counts against both, and neither
         has another beside it again. It is one crash of the replica.
         """
-        if self._workshop.stopping.grace_is_over:
+        if self._workshop.stopping.grace_is_over or group.is_leaving:
             return Halted(Halt.STOPPING)
         return GroupLost("The worker ended between two clips.", rank=None) if self._early else Halted(Halt.NOT_BEGUN)
 

@@ -29,7 +29,7 @@ from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 
 from rushes_worker.assignment import EXIT_NAME_TAKEN, EXIT_UNFIT, Assignment
-from rushes_worker.child import how_it_ended, settings_environment, spawn
+from rushes_worker.child import STOPS, how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import NODES, Layout
 from rushes_worker.media.settings import EncoderSettings
@@ -135,6 +135,13 @@ class Launcher:
         return True
 
     def _start(self, replica: _Replica) -> None:
+        try:
+            self._spawn(replica)
+        except OSError as error:
+            # the system has nothing to spare for now, and the others of this worker go on
+            log.error("supervisor_not_started", error=str(error), **_postpone(replica))
+
+    def _spawn(self, replica: _Replica) -> None:
         replica.refusal, theirs = os.pipe()
         try:
             replica.process = spawn(
@@ -143,10 +150,9 @@ class Launcher:
                 env=self._environment,
                 pass_fds=(theirs,),
             )
-        except OSError as error:
-            # the system has no process or memory to spare for now, and the others of this worker go on
+        except OSError:
             os.close(replica.refusal)
-            log.error("supervisor_not_started", error=str(error), **_postpone(replica))
+            raise
         finally:
             os.close(theirs)
 
@@ -165,7 +171,7 @@ class Launcher:
                 status = process.wait()
             self._refusals.tell(status, _refusal_of(replica))
             # one that was still starting had no handler for the signal yet, and nothing to give back
-            peaceful = peaceful and status in (0, -signal.SIGTERM)
+            peaceful = peaceful and status in (0, *(-number for number in STOPS))
         return 0 if peaceful else 1
 
 
