@@ -21,6 +21,7 @@ from rushes_core.request import (
     parse,
     resolve,
 )
+from rushes_core.webhooks.deliveries import NOT_TOLD_YET
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.auth import Caller
@@ -29,7 +30,6 @@ from rushes_api.deps import AppState, CurrentProject, State, caller_of, state_of
 from rushes_api.errors import ApiError
 from rushes_api.once import MAX_KEY_CHARACTERS, fingerprint, sent_key
 from rushes_api.quota import reserve_place, take_place
-from rushes_api.webhooks import NOT_TOLD_YET
 
 INLINE_BYTES = 8_192
 """Bodies up to this size are checked in the event loop: that takes less time than a thread's turn."""

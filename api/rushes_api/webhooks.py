@@ -11,7 +11,6 @@ from rushes_core.errors import InvalidRequest
 from rushes_core.request import Webhook
 from rushes_core.settings import Settings
 from rushes_core.webhooks import endpoints, guard
-from rushes_core.webhooks.deliveries import NOT_TOLD_YET as NOT_TOLD_YET
 from rushes_core.webhooks.guard import Guard, Lookup, Target, look_up
 from rushes_core.webhooks.signing import PublicKeys, Vault, WebhooksNotConfigured
 from sqlalchemy.ext.asyncio import AsyncSession

@@ -359,7 +359,7 @@ class TestSeveral:
     def test_connections_to_the_database_that_fall_silent_are_given_up(
         self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sender_module, "TURN_SECONDS", 2.0, raising=False)
+        monkeypatch.setattr(sender_module, "TURN_SECONDS", 2.0)
         hooks.register(receiver.url())
         with relayed(settings) as (through, proxy), SenderThread(through):
             first = hooks.completed()

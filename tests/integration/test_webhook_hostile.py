@@ -11,6 +11,7 @@ import pytest
 from rushes_core import jobs
 from rushes_core.settings import Settings
 from rushes_core.webhooks import deliveries
+from rushes_core.webhooks.deliveries import Outcome
 from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_worker.webhooks.sender import MAX_PROJECT_UNDER_WAY
@@ -189,6 +190,21 @@ class TestAnswers:
         ]
         assert len(receiver.received) == 2
 
+    def test_410_counts_beside_a_success_that_is_written_down_with_it(self, hooks: Hooks, receiver: Receiver) -> None:
+        endpoint_id, _ = hooks.register(receiver.url())
+        hooks.completed()
+        hooks.completed()
+        claim = deliveries.claim(limit=10, limit_failing=10, concurrency=10, lease_seconds=30, per_project=10)
+        with hooks.engine.begin() as connection:
+            connection.execute(deliveries.lock_claims())
+            taken, gone = connection.execute(claim).all()
+            outcomes = [
+                Outcome(taken.id, taken.fence, "delivered", status=200),
+                Outcome(gone.id, gone.fence, "failed", status=410, error="gone", gone_url=receiver.url()),
+            ]
+            connection.execute(deliveries.settle(outcomes))
+        assert hooks.endpoint(endpoint_id).disabled_reason == "gone"
+
     def test_410_of_a_jobs_own_url_ends_that_delivery_alone(
         self, hooks: Hooks, receiver: Receiver, sender: SenderThread
     ) -> None:
@@ -240,9 +256,13 @@ class TestAnswers:
         assert hooks.endpoint(endpoint_id).open_until == until
         assert len(receiver.received) == 2
 
-    @pytest.mark.parametrize("behaviour", [reply(503, retry_after="120"), reply(410)], ids=["wait", "gone"])
+    @pytest.mark.parametrize(
+        ("behaviour", "left"),
+        [(reply(503, retry_after="120"), "pending"), (reply(410), "cancelled")],
+        ids=["wait", "gone"],
+    )
     def test_what_piled_up_of_a_job_heeds_the_answer_to_the_first_of_it(
-        self, hooks: Hooks, receiver: Receiver, settings: Settings, behaviour: Behaviour
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, behaviour: Behaviour, left: str
     ) -> None:
         endpoint_id, _ = hooks.register(receiver.url(), "video.started", "video.completed")
         receiver.script("/hook", behaviour)
@@ -252,7 +272,7 @@ class TestAnswers:
             wait_until(lambda: not hooks.deliveries(state="delivering"))
         assert len(receiver.received) == 1
         end = hooks.delivery(type="video.completed")
-        assert (end.state, end.attempts) in (("pending", 0), ("cancelled", 0))
+        assert (end.state, end.attempts) == (left, 0)
         assert hooks.endpoint(endpoint_id).failures <= 1
 
 

@@ -229,6 +229,7 @@ def claim(
 _WHY_OFF = """CASE WHEN e.deleted_at IS NOT NULL THEN 'endpoint_deleted'
     WHEN e.disabled_reason = 'request' THEN 'endpoint_disabled' ELSE e.disabled_reason END"""
 
+_PASSING = ", ".join(f"'{one}'" for one in PASSING_TYPES)
 _SETTLED = "CASE settled.state WHEN 'delivered' THEN 'delivered' WHEN 'pending' THEN 'pending' ELSE 'failed' END"
 
 
@@ -239,7 +240,7 @@ def _told(rows: str, *, state: str = "'failed'", where: str = "true") -> str:
         state: of the job's webhook, by a row.
         where: a row counts.
     """
-    its_end = f"{rows}.url IS NOT NULL AND {rows}.type NOT IN ('video.started', 'video.progress') AND {where}"
+    its_end = f"{rows}.url IS NOT NULL AND {rows}.type NOT IN ({_PASSING}) AND {where}"
     # in one order, whoever does it: a job may be told of by several at once. What was taken once stays told, whatever
     # becomes of a redelivery
     return f"""ended AS MATERIALIZED (
@@ -287,7 +288,7 @@ WITH outcomes AS MATERIALIZED (
     FROM settled WHERE kind <> 'test' AND state <> 'cancelled' GROUP BY endpoint_id
 ), locked AS MATERIALIZED (  -- in one order, whoever settles; most endpoints are well and stay as they are
     SELECT e.id FROM webhook_endpoints AS e JOIN sums ON sums.endpoint_id = e.id
-    WHERE NOT (succeeded AND e.failures = 0 AND e.open_until IS NULL AND hold IS NULL)
+    WHERE NOT (succeeded AND e.failures = 0 AND e.open_until IS NULL AND hold IS NULL AND gone IS NULL)
     ORDER BY e.id FOR NO KEY UPDATE OF e
 )
 UPDATE webhook_endpoints AS e

@@ -99,6 +99,8 @@ class Sender:
         self._under_way: dict[asyncio.Task[None], list[Claimed]] = {}
         self._done: list[Outcome] = []
         self._told_ends: set[str] = set()
+        self._told_unreadable: set[str] = set()
+        """Endpoints whose secret of before cannot be read, as the log has said."""
         self._unsent: list[tuple[str, int]] = []
         self._wake = asyncio.Event()
         self._stopping = False
@@ -156,10 +158,11 @@ class Sender:
         room = self._max_under_way - len(under_way)
         claimed: list[Claimed] = []
         async with self._engine.begin() as connection:
-            if outcomes:
-                await self._settle(connection, outcomes)
+            # given back first: an endpoint that is disabled by one of the outcomes is told none of them
             if unsent:
                 await connection.execute(deliveries.release(unsent))
+            if outcomes:
+                await self._settle(connection, outcomes)
             if room > 0 and not self._stopping:
                 await connection.execute(deliveries.lock_claims())
                 statement = deliveries.claim(
@@ -276,7 +279,9 @@ class Sender:
             try:
                 secrets.append(self._vault.unlock(previous))
             except SecretUnreadable:
-                log.warning("webhook_previous_secret_unreadable", endpoint_id=endpoint_id)
+                if endpoint_id not in self._told_unreadable:
+                    self._told_unreadable.add(endpoint_id)
+                    log.warning("webhook_previous_secret_unreadable", endpoint_id=endpoint_id)
         return secrets
 
     def _ended(self, task: asyncio.Task[None]) -> None:
