@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0
 REFUSED = "refused"
 """Status of a request that the API did not take for a limit of key or queue."""
 UNKNOWN = "unknown"
-"""Status of a request whose end was not heard of, since the API was away for too long."""
+"""Status of a request whose end was not heard of: the API was away for too long, or does not tell of it any more."""
 ORIGIN = "rushes bench service"
 """What the metadata of every job says of it."""
 _FINAL = frozenset(state.public_status for state in FINAL_STATES)
@@ -94,7 +94,7 @@ class Loop(ABC):
 
     @property
     def is_complete(self) -> bool:
-        return len(self.done) == len(self.shapes)
+        return len(self.done) == len(self.shapes) and all(one.status != UNKNOWN for one in self.done)
 
     @property
     @abstractmethod
@@ -183,11 +183,16 @@ class Loop(ABC):
                 video = self.client.wait(f"/v1/videos/{video['id']}", WAIT_SECONDS)
                 if video["status"] not in _FINAL and time.monotonic() - asked < POLL_SECONDS:
                     self._stop.wait(POLL_SECONDS)
-        except Unreachable:
-            self._end(Done(sending, UNKNOWN, "api_away", time.monotonic() - due, video_id=video.get("id")))
-            raise
+        except Unreachable as error:
+            if video or error.refused is None or error.refused.status != HTTPStatus.TOO_MANY_REQUESTS:
+                self._end_unheard(sending, "api_away", video)
+                raise
+            self._end(Done(sending, REFUSED, error.refused.code, time.monotonic() - due))
+            return
         except Refused as error:
-            if video or error.status != HTTPStatus.TOO_MANY_REQUESTS or error.status in self.passing:
+            if video:
+                self._end_unheard(sending, error.code, video)
+            if video or error.status != HTTPStatus.TOO_MANY_REQUESTS:
                 raise
             self._end(Done(sending, REFUSED, error.code, time.monotonic() - due))
             return
@@ -207,6 +212,9 @@ class Loop(ABC):
                 video["id"],
             )
         )
+
+    def _end_unheard(self, sending: Sending, code: str | None, video: dict[str, Any]) -> None:
+        self._end(Done(sending, UNKNOWN, code, time.monotonic() - sending.due, video_id=video.get("id")))
 
     def _post(self, sending: Sending) -> dict[str, Any]:
         seed = (self.first_seed + sending.number) % (MAX_SEED + 1)

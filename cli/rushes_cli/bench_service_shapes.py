@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from rushes_core.errors import RushesError
@@ -86,6 +87,6 @@ def _validated(client: Client, body: dict[str, Any]) -> dict[str, Any]:
     try:
         return client.post("/v1/videos/validate", body)
     except Refused as error:
-        if error.param in _OPTIONS:
+        if error.status == HTTPStatus.BAD_REQUEST and error.param in _OPTIONS:
             raise UsageError(f"--{error}") from None
         raise

@@ -18,6 +18,7 @@ from rushes_cli.stack.ports import free_port
 from support.api import API_KEY, offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.receiver import make_certificate
+from support.waiting import wait_until
 
 HOST = "127.0.0.1"
 
@@ -38,6 +39,7 @@ def serving(checkpoint: Path, certificate: Path | None = None, *, port: int = 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
+            wait_until(lambda: server.started)
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
@@ -148,7 +150,7 @@ def test_an_address_where_nobody_listens_is_asked_again() -> None:
 
 def test_an_address_that_has_answered_is_asked_again_whatever_comes(checkpoint: Path, certificate: Path) -> None:
     port = free_port()
-    with asking(f"http://{HOST}:{port}", patience=0.5) as (client, waits):
+    with asking(f"http://{HOST}:{port}", patience=5) as (client, waits):
         with serving(checkpoint, port=port):
             client.get("/healthz")
         with (

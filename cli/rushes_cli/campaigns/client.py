@@ -43,7 +43,11 @@ class Refused(RushesError):
 
 
 class Unreachable(RushesError):
-    """The API did not answer for as long as it was asked."""
+    """The API did not answer for as long as it was asked, or always that it be asked later: `refused` says so then."""
+
+    def __init__(self, message: str, *, refused: Refused | None = None) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class WrongAddress(Unreachable, UsageError):
@@ -183,6 +187,7 @@ class Client:
         delay = _FIRST_DELAY
         while True:
             wait = delay
+            refused = None
             try:
                 answer = send()
             except httpx.TransportError as error:
@@ -194,6 +199,8 @@ class Client:
                     self._has_answered = True
                     return found
                 refused = refusal(answer)
+                if refused.code == _NO_ROUTE and not self._has_answered:
+                    raise WrongAddress(f"RUSHES_URL={self.url}: {refused}")
                 self._has_answered |= refused.code is not None
                 is_under_way = refused.code == _UNDER_WAY
                 is_passing = answer.status_code in passing and answer.headers.get("x-should-retry") != "false"
@@ -201,13 +208,11 @@ class Client:
                     if answer.status_code == 400:
                         # so a server of TLS may answer plain HTTP
                         self._check_address(partial(tls_fault, self.url))
-                    if refused.code == _NO_ROUTE:
-                        raise WrongAddress(f"RUSHES_URL={self.url}: {refused}")
                     raise refused
                 reason = str(refused)
                 wait = max(delay, retry_after(answer))
             if time.monotonic() + wait > deadline:
-                raise Unreachable(f"{self.url}: {reason}; given up after {self._patience:g} s")
+                raise Unreachable(f"{self.url}: {reason}; given up after {self._patience:g} s", refused=refused)
             if self._on_wait is not None:
                 self._on_wait(reason)
             time.sleep(wait)
