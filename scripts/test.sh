@@ -63,7 +63,10 @@ status_of $workers
 workers_status=$?
 status_of $computing
 computing_status=$?
+# what a test left behind may still hold the other end
+{ sleep 5 && kill $shown; } 2>/dev/null &
 status_of $shown
+kill $! 2>/dev/null
 cat "$work/workers" "$work/computing"
 grep -hE '^(FAILED|ERROR) ' "$work/waiting" "$work/workers" "$work/computing" && echo 'make test: the tests named above failed'
 for status in $interrupted $waiting_status $workers_status $computing_status; do
