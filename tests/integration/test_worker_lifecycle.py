@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,18 @@ from support.forwarder import Forwarder
 from support.media import box_order
 from support.processes import children, hangup_is, is_alive
 from support.stack import SharedStack
-from support.worker import NUM_FRAMES, SCRIPTED, Jobs, Worker, eventually, keys_of, write_contract
+from support.worker import (
+    NUM_FRAMES,
+    SCRIPTED,
+    Jobs,
+    StartWorker,
+    Worker,
+    eventually,
+    keys_of,
+    starting_workers,
+    write_contract,
+)
 
-StartWorker = Callable[..., Worker]
 NOWHERE = "redis://127.0.0.1:1/0"
 
 
@@ -56,12 +64,7 @@ def jobs(settings: Settings) -> Iterator[Jobs]:
 
 @pytest.fixture
 def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
-    with ExitStack() as running:
-
-        def start(*, layout: str = "r1s1", env: dict[str, str] | None = None, **changes: Any) -> Worker:
-            chosen = settings.model_copy(update=changes)
-            return running.enter_context(Worker(chosen, tmp_path / "worker.log", layout=layout, env=env))
-
+    with starting_workers(settings, tmp_path / "worker.log") as start:
         yield start
 
 

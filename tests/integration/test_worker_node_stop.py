@@ -1,6 +1,5 @@
 """The second node of a replica is asked to stop while the first one has a job on the ranks of both."""
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -8,29 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from support.nodes import HOST, settings_of_two_nodes
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, JoiningNode, Worker, eventually, write_contract
-
-HOST = "127.0.0.2"
+from support.worker import Jobs, JoiningNode, Worker, eventually
 
 
 @pytest.fixture
 def settings(stack: SharedStack, tmp_path: Path) -> Settings:
-    with socket.create_server((HOST, 0)) as one:
-        port = one.getsockname()[1]
-    return stack.settings(
-        checkpoint=write_contract(tmp_path / "checkpoint"),
-        pipeline=SCRIPTED,
-        scratch=tmp_path / "scratch",
-        poll_seconds=0.1,
-        heartbeat_seconds=0.2,
-        node_host=HOST,
-        node_port=port,
-        node_secret=SecretStr("what two nodes know"),
-    )
+    return settings_of_two_nodes(stack, tmp_path)
 
 
 @pytest.fixture

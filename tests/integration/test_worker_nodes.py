@@ -16,41 +16,19 @@ from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from support.forwarder import Forwarder
+from support.nodes import HOST, settings_of_two_nodes
 from support.processes import children, is_alive
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, JoiningNode, Worker, eventually, write_contract
+from support.worker import Jobs, JoiningNode, Worker, eventually
 
-HOST = "127.0.0.2"
-SECRET = SecretStr("what two nodes know")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """What a rank of several on one machine has, or sums would be made in another order."""
 REAL = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
 
 
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
-
-
-def settings_of_two_nodes(stack: SharedStack, folder: Path) -> Settings:
-    return stack.settings(
-        checkpoint=write_contract(folder / "checkpoint"),
-        pipeline=SCRIPTED,
-        scratch=folder / "scratch",
-        poll_seconds=0.1,
-        heartbeat_seconds=0.2,
-        provenance="off",
-        node_host=HOST,
-        node_port=free_port(),
-        node_secret=SECRET,
-        drain_after_crashes=100,
-    )
-
-
 @pytest.fixture
 def settings(stack: SharedStack, tmp_path: Path) -> Settings:
-    return settings_of_two_nodes(stack, tmp_path)
+    return settings_of_two_nodes(stack, tmp_path, drain_after_crashes=100)
 
 
 @pytest.fixture
@@ -131,7 +109,7 @@ class Running:
 def shared_nodes(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("nodes")
     with ExitStack() as running:
-        yield Running(settings_of_two_nodes(stack, folder), folder, running)
+        yield Running(settings_of_two_nodes(stack, folder, drain_after_crashes=100), folder, running)
 
 
 @pytest.fixture

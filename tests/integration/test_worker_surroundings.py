@@ -5,9 +5,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rushes_api.app import create_app
@@ -22,9 +20,8 @@ from support.checkpoints import tiny_checkpoint
 from support.forwarder import Forwarder
 from support.processes import hangup_is
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, Worker, eventually
+from support.worker import SCRIPTED, Jobs, StartWorker, eventually, starting_workers
 
-StartWorker = Callable[..., Worker]
 TINY = "rushes/tiny-fasth3-8-step-demo"
 
 
@@ -52,14 +49,7 @@ def jobs(settings: Settings) -> Iterator[Jobs]:
 
 @pytest.fixture
 def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
-    with ExitStack() as running:
-
-        def start(
-            *, layout: str = "r1s1", env: dict[str, str] | None = None, log: Path | None = None, **changes: Any
-        ) -> Worker:
-            chosen = settings.model_copy(update=changes)
-            return running.enter_context(Worker(chosen, log or tmp_path / "worker.log", layout=layout, env=env))
-
+    with starting_workers(settings, tmp_path / "worker.log") as start:
         yield start
 
 

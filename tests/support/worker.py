@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -364,6 +364,25 @@ class Worker:
     def supervisors(self) -> list[int]:
         """Their process numbers."""
         return children(self._process.pid)
+
+
+StartWorker = Callable[..., Worker]
+"""Starts one: `layout`, `env`, `log`, and what is other than the settings."""
+
+
+@contextmanager
+def starting_workers(settings: Settings, log: Path) -> Iterator[StartWorker]:
+    """What starts workers that end with the context."""
+    usual = log
+    with ExitStack() as running:
+
+        def start(
+            *, layout: str = "r1s1", env: dict[str, str] | None = None, log: Path | None = None, **changes: Any
+        ) -> Worker:
+            chosen = settings.model_copy(update=changes)
+            return running.enter_context(Worker(chosen, log or usual, layout=layout, env=env))
+
+        yield start
 
 
 class JoiningNode(Worker):
