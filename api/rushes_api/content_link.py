@@ -26,16 +26,16 @@ async def content_links(jobs: Sequence[Job], request: Request, state: State) -> 
     """By id, where the clip of each of `jobs` that has one can be fetched: from the store where content is redirected
     to it, otherwise from the API."""
     settings = state["settings"]
-    finished = [job for job in jobs if VIDEO.name in stored_variants(job)]
+    clips = [(job, clip) for job in jobs if (clip := stored_variants(job).get(VIDEO.name)) is not None]
     if settings.content_delivery is ContentDelivery.REDIRECT:
 
         def sign() -> dict[str, str]:
-            return {job.id: signed_url(job, stored_variants(job)[VIDEO.name], state) for job in finished}
+            return {job.id: signed_url(job, clip, state) for job, clip in clips}
 
-        return await to_thread.run_sync(sign, limiter=state["store_limiter"]) if finished else {}
+        return await to_thread.run_sync(sign, limiter=state["store_limiter"]) if clips else {}
     origin = settings.api_origin or str(request.base_url).rstrip("/")
     expires = int(time.time()) + settings.presigned_url_seconds
-    return {job.id: origin + _path(job.id, expires, settings) for job in finished}
+    return {job.id: origin + _path(job.id, expires, settings) for job, _ in clips}
 
 
 def check_link(video_id: str, expires: str | None, signature: str | None, settings: Settings) -> None:
@@ -47,7 +47,7 @@ def check_link(video_id: str, expires: str | None, signature: str | None, settin
     if expires is None or signature is None:
         raise _refused("lacks its parameters expires and signature", "invalid_link")
     is_number = expires.isascii() and expires.isdigit() and len(expires) <= 12
-    if not is_number or not hmac.compare_digest(_signature(video_id, expires, settings), signature.encode()):
+    if not is_number or not hmac.compare_digest(_signature(video_id, expires, settings).encode(), signature.encode()):
         raise _refused("is not as it was given: ask for the task again, which has a new one", "invalid_link")
     if int(expires) < time.time():
         raise _refused("worked for a while and is too old: ask for the task again, which has a new one", "link_expired")
@@ -58,14 +58,14 @@ def _refused(why: str, code: str) -> ApiError:
 
 
 def _path(video_id: str, expires: int, settings: Settings) -> str:
-    signature = _signature(video_id, str(expires), settings).decode()
+    signature = _signature(video_id, str(expires), settings)
     return f"{PATH.format(video_id=video_id)}?expires={expires}&signature={signature}"
 
 
-def _signature(video_id: str, expires: str, settings: Settings) -> bytes:
+def _signature(video_id: str, expires: str, settings: Settings) -> str:
     """HMAC-SHA-256: 64 hexadecimal digits."""
     key = _key(settings.api_key.get_secret_value())
-    return hmac.new(key, f"content of {video_id} until {expires}".encode(), sha256).hexdigest().encode()
+    return hmac.new(key, f"content of {video_id} until {expires}".encode(), sha256).hexdigest()
 
 
 @cache

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from rushes_core.clip import MAX_SECONDS, MIN_SECONDS
 from rushes_core.errors import InvalidRequest
-from rushes_core.fields import ASPECT_RATIOS, SHORT_EDGES, Fields, Prompt, Seed, shown
+from rushes_core.fields import ASPECT_RATIOS, SHORT_EDGES, Fields, Prompt, Seed, shown, unsupported_size
 from rushes_core.parsing import parse_as, unsupported
 from rushes_core.request import FROM_TEXT, ModelNotFound, ResolvedRequest, resolve
 from rushes_core.served_model import ServedModel
@@ -41,20 +41,16 @@ _UNSUPPORTED = {
 
 
 def _resolution(value: object) -> object:
-    capital = value.upper() if isinstance(value, str) else None
-    return capital if capital in RESOLUTIONS else _one_of(value, tuple(RESOLUTIONS))
+    capital = value.upper() if isinstance(value, str) else value
+    if capital not in (*RESOLUTIONS,):
+        raise unsupported_size(RESOLUTIONS, value)
+    return capital
 
 
 def _ratio(value: object) -> object:
-    return _one_of(value, ASPECT_RATIOS)
-
-
-def _one_of(value: object, words: tuple[str, ...] | list[str]) -> object:
-    if value in words:
-        return value
-    raise PydanticCustomError(
-        "unsupported_size", "must be one of {words}, got {value}", {"words": ", ".join(words), "value": shown(value)}
-    )
+    if value not in ASPECT_RATIOS:
+        raise unsupported_size(ASPECT_RATIOS, value)
+    return value
 
 
 def _duration(value: object) -> object:

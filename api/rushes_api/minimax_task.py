@@ -27,6 +27,9 @@ _STATUS: dict[JobState, Status] = {
     state: cast("Status", status) for status, states in STATES.items() for state in states
 }
 
+MAX_PAGE_NUMBER = 10_000
+MAX_PAGE_SIZE = 100
+DEFAULT_PAGE_SIZE = 20
 GENERATION = "generation"
 TASK_TYPES = (GENERATION, "h3_context_ir", "regeneration")
 """MiniMax's kinds of task, of which only the first is served."""

@@ -8,8 +8,8 @@ from rushes_core.files import ALL_PURPOSES
 
 from rushes_api.campaign_options import MAPS, OPTIONS
 from rushes_api.errors import MINIMAX_PREFIX
+from rushes_api.minimax_task import DEFAULT_PAGE_SIZE, MAX_PAGE_NUMBER, MAX_PAGE_SIZE, TASK_TYPES
 from rushes_api.minimax_task import STATES as TASK_STATES
-from rushes_api.minimax_task import TASK_TYPES
 
 Object = dict[str, Any]
 
@@ -158,11 +158,11 @@ _QUERY_OF_QUEUE: dict[str, Object] = {
 _QUERY_OF_TASKS: dict[str, Object] = {
     "page_num": {
         "description": "Which page",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 1},
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_NUMBER, "default": 1},
     },
     "page_size": {
         "description": "How many at most",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE},
     },
     "filter.status": {"description": "Only those with this status", "schema": {"enum": list(TASK_STATES)}},
     "filter.model": {"description": "Only those of this model", "schema": {"type": "string"}},

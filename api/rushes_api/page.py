@@ -79,7 +79,8 @@ def wanted_page(
         if after is None:
             raise ApiError(f"after must be the id of {what}, got {shown(parameters['after'])}", param="after")
     order = one_of("order", parameters.get("order", "desc" if descending else "asc"), ("asc", "desc"))
-    return Wanted(after, _limit(parameters.get("limit")), order == "desc")
+    limit = whole_number("limit", parameters, default=DEFAULT_LIMIT, high=MAX_LIMIT)
+    return Wanted(after, limit, order == "desc")
 
 
 def one_of(name: str, value: str, words: Sequence[str]) -> str:
@@ -102,9 +103,13 @@ def is_set(name: str, parameters: Mapping[str, str]) -> bool:
     return one_of(name, parameters.get(name, "0"), ("0", "1", "true", "false")) in ("1", "true")
 
 
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= MAX_LIMIT):
-        raise ApiError(f"limit must be between 1 and {MAX_LIMIT}, got {shown(text)}", param="limit")
+def whole_number(name: str, parameters: Mapping[str, str], *, default: int, high: int) -> int:
+    """A number of the query, from 1 to `high`.
+
+    Raises:
+        ApiError
+    """
+    text = parameters.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= high):
+        raise ApiError(f"{name} must be between 1 and {high}, got {shown(text)}", param=name)
     return int(text)

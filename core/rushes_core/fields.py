@@ -1,7 +1,7 @@
 """The values of a request's fields: what each may be, and its JSON schema."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
@@ -76,14 +76,19 @@ def seconds_text(value: object) -> str:
     return f"{float(text):g}" if float(text) == round(float(text), 4) else text
 
 
+def unsupported_size(served: Iterable[object], value: object) -> PydanticCustomError:
+    """The refusal of a size, or of what one is made of, that is none of those that are served."""
+    return PydanticCustomError(
+        "unsupported_size",
+        "must be one of {served}, got {value}",
+        {"served": ", ".join(map(str, served)), "value": shown(value)},
+    )
+
+
 def _size(value: object) -> str:
     if isinstance(value, str) and canvas_for_size(value) is not None:
         return value
-    raise PydanticCustomError(
-        "unsupported_size",
-        "must be one of {sizes}, got {value}",
-        {"sizes": ", ".join([*(c.size for c in CANVASES), *SIZE_ALIASES]), "value": shown(value)},
-    )
+    raise unsupported_size((*(c.size for c in CANVASES), *SIZE_ALIASES), value)
 
 
 def metadata_of(value: object) -> dict[str, str]:
@@ -149,21 +154,13 @@ def _priority(value: object) -> str:
 
 def _short_edge(value: object) -> object:
     if isinstance(value, bool) or value not in SHORT_EDGES:
-        raise PydanticCustomError(
-            "unsupported_size",
-            "must be one of {edges}, got {value}",
-            {"edges": ", ".join(map(str, SHORT_EDGES)), "value": shown(value)},
-        )
+        raise unsupported_size(SHORT_EDGES, value)
     return value
 
 
 def _aspect_ratio(value: object) -> object:
     if value not in (AUTO_ASPECT_RATIO, *ASPECT_RATIOS):
-        raise PydanticCustomError(
-            "unsupported_size",
-            "must be one of {ratios}, got {value}",
-            {"ratios": ", ".join([AUTO_ASPECT_RATIO, *ASPECT_RATIOS]), "value": shown(value)},
-        )
+        raise unsupported_size((AUTO_ASPECT_RATIO, *ASPECT_RATIOS), value)
     return value
 
 

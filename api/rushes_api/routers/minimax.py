@@ -33,7 +33,10 @@ from rushes_api.deps import (
 from rushes_api.errors import ApiError, responses
 from rushes_api.minimax_request import TASK_BODY, SentTask
 from rushes_api.minimax_task import (
+    DEFAULT_PAGE_SIZE,
     GENERATION,
+    MAX_PAGE_NUMBER,
+    MAX_PAGE_SIZE,
     STATES,
     TASK_TYPES,
     TaskAnswer,
@@ -43,16 +46,13 @@ from rushes_api.minimax_task import (
     task_of,
 )
 from rushes_api.once import Call, SentKey, fingerprint, take_effect
-from rushes_api.page import one_of
+from rushes_api.page import one_of, whole_number
 from rushes_api.routers.videos import accepted
 
 router = APIRouter(prefix="/v2", tags=["minimax"])
 
 DAYS_LISTED = 7
 """MiniMax lists no older tasks. A single one is found as long as its job is kept."""
-MAX_PAGE_NUMBER = 10_000
-MAX_PAGE_SIZE = 100
-_DEFAULT_PAGE_SIZE = 20
 _LIST = ("page_num", "page_size", "filter.status", "filter.model", "filter.task_type", "filter.task_ids")
 
 _CREATE: dict[str, Any] = {"parameters": [KEY_HEADER], "requestBody": TASK_BODY}
@@ -88,8 +88,8 @@ async def list_tasks(
     state: AppState,
 ) -> Response:
     """The project's tasks of the last seven days."""
-    number = _whole("page_num", parameters, default=1, high=MAX_PAGE_NUMBER)
-    size = _whole("page_size", parameters, default=_DEFAULT_PAGE_SIZE, high=MAX_PAGE_SIZE)
+    number = whole_number("page_num", parameters, default=1, high=MAX_PAGE_NUMBER)
+    size = whole_number("page_size", parameters, default=DEFAULT_PAGE_SIZE, high=MAX_PAGE_SIZE)
     wanted = _listed(parameters, project)
     all_of_them = select(func.count()).select_from(wanted.order_by(None).subquery())
     first = (number - 1) * size
@@ -180,13 +180,6 @@ def _listed(parameters: Mapping[str, str], project: str) -> Select[Job]:
         wanted = wanted.where(Job.id.in_(ids))
     task_type = one_of("filter.task_type", parameters.get("filter.task_type", GENERATION), TASK_TYPES)
     return wanted if task_type == GENERATION else wanted.where(false())
-
-
-def _whole(name: str, parameters: Mapping[str, str], *, default: int, high: int) -> int:
-    text = parameters.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= high):
-        raise ApiError(f"{name} must be between 1 and {high}, got {shown(text)}", param=name)
-    return int(text)
 
 
 def _sparse(model: BaseModel) -> Response:
