@@ -11,7 +11,7 @@ from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from rushes_core.impatient import Impatient
+from rushes_core.impatient import PATIENCE_SECONDS, Impatient
 from rushes_core.settings import DatabaseSettings, Settings
 
 # only migrations need it, and every process would take a fifth longer to start
@@ -39,15 +39,14 @@ _RETURNED_AT = "rushes_returned_at"
 
 
 def create_sync_engine(
-    settings: DatabaseSettings, *, pool_size: int = 5, patience_seconds: float | None = None
+    settings: DatabaseSettings, *, pool_size: int = 5, patience_seconds: float = PATIENCE_SECONDS
 ) -> Engine:
     """Engine of a worker, the dispatcher or a command. A connection is checked before it is used.
 
     No plan is kept: one that the dispatcher made for an empty queue would be used for a full one.
 
     Args:
-        patience_seconds: how long a statement may go without its result until the connection is given up;
-            that of `Impatient` without it.
+        patience_seconds: how long a statement may go without its result until the connection is given up.
     """
     engine = create_engine(
         settings.database_url,
@@ -61,8 +60,7 @@ def create_sync_engine(
     @event.listens_for(engine, "do_connect")
     def connect(dialect: object, entry: object, arguments: Any, parameters: Any) -> Impatient[Any]:
         connection = Impatient[Any].connect(*arguments, **parameters)
-        if patience_seconds is not None:
-            connection.patience_seconds = patience_seconds
+        connection.patience_seconds = patience_seconds
         return connection
 
     return engine

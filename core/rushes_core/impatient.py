@@ -20,8 +20,7 @@ class Impatient(psycopg.Connection[_Row]):
     """Ends when a result does not come in time. From a server that was frozen and has been replaced, or behind a proxy
     that acknowledges what it does not pass on, none ever would, and no timeout of TCP sees that."""
 
-    patience_seconds: float | None = None
-    """None: `PATIENCE_SECONDS`."""
+    patience_seconds = PATIENCE_SECONDS
 
     def wait(self, gen: PQGen[_Result], interval: float = _LOOK_SECONDS, timeout: float | None = None) -> _Result:
         """As psycopg's, but for the end.
@@ -31,12 +30,11 @@ class Impatient(psycopg.Connection[_Row]):
         """
         if timeout is not None:
             return super().wait(gen, interval, timeout)
-        seconds = PATIENCE_SECONDS if self.patience_seconds is None else self.patience_seconds
         began = time.monotonic()
         try:
-            return super().wait(gen, interval, seconds)
+            return super().wait(gen, interval, self.patience_seconds)
         except psycopg.OperationalError as error:
-            if time.monotonic() - began < seconds:
+            if time.monotonic() - began < self.patience_seconds:
                 raise
             self.close()
-            raise psycopg.OperationalError(f"no result within {seconds:g} s") from error
+            raise psycopg.OperationalError(f"no result within {self.patience_seconds:g} s") from error
