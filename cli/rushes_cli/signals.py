@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rushes_core.parent import signal_with_parent
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from rushes_core.signals import ENDING, heeded
 
 
 class Interrupted(BaseException):
@@ -31,7 +30,7 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, _ignore)
         raise Interrupted(signum)
 
-    handled = [number for number in ENDING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    handled = heeded()
     previous = {number: signal.signal(number, on_signal) for number in handled}
     try:
         yield

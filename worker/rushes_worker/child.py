@@ -10,13 +10,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from rushes_core.parent import signal_with_parent
+from rushes_core.signals import ENDING
 
 # ranks and media processes need none of it
 if TYPE_CHECKING:
     from rushes_core.settings import Settings
-
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What asks a worker to stop: some who ask, as systemd, ask each of its processes."""
 
 _PREFIX = "RUSHES_"
 _SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
@@ -49,8 +47,9 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Have this process not end at what asks a whole worker to stop: its parent decides when that is."""
-    for number in STOPS:
+    """Have this process not end at what asks a whole worker to stop: some who ask, as systemd, ask each of its
+    processes, and its parent decides when that is."""
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -26,10 +26,11 @@ from rushes_core.log import configure_logging, get_logger
 from rushes_core.schema import check_schema
 from rushes_core.setting_rules import listed, variable
 from rushes_core.settings import Settings
+from rushes_core.signals import ENDING
 from rushes_core.storage import ObjectStore
 
 from rushes_worker.assignment import EXIT_NAME_TAKEN, EXIT_UNFIT, Assignment
-from rushes_worker.child import STOPS, how_it_ended, settings_environment, spawn
+from rushes_worker.child import how_it_ended, settings_environment, spawn
 from rushes_worker.devices import Devices, find_devices
 from rushes_worker.layout import NODES, Layout
 from rushes_worker.media.settings import EncoderSettings
@@ -171,7 +172,7 @@ class Launcher:
                 status = process.wait()
             self._refusals.tell(status, _refusal_of(replica))
             # one that was still starting had no handler for the signal yet, and nothing to give back
-            peaceful = peaceful and status in (0, *(-number for number in STOPS))
+            peaceful = peaceful and status in (0, *(-number for number in ENDING))
         return 0 if peaceful else 1
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from rushes_worker.child import STOPS
+from rushes_core.signals import ENDING, heeded
 
 
 class Stopping:
@@ -37,12 +37,11 @@ class Stopping:
 def on_stop(handle: Callable[[int, FrameType | None], None]) -> None:
     """Have `handle` called at every signal that asks this process to stop; at a hangup only where that is not ignored,
     as it is under nohup."""
-    for number in STOPS:
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handle)
+    for number in heeded():
+        signal.signal(number, handle)
 
 
 def ignore_signals() -> None:
     """Everything has ended: who asks again while the interpreter leaves does not change the exit status."""
-    for number in STOPS:
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
