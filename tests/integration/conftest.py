@@ -2,6 +2,7 @@
 may have other settings."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rushes_api.app import create_app
@@ -18,6 +19,7 @@ from support.job_rows import JobRows
 from support.receiver import Receiver
 from support.stack import SharedStack
 from support.webhooks import Hooks, SenderThread
+from support.worker import Jobs, StartWorker, starting_workers
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +104,16 @@ def contents(api_settings: Settings, stack_env: dict[str, str]) -> Iterator[Cont
     contents = Contents(api_settings, stack_env)
     yield contents
     contents.close()
+
+
+@pytest.fixture
+def jobs(settings: Settings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
+    with starting_workers(settings, tmp_path / "worker.log") as start:
+        yield start

@@ -14,13 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from rushes_api.app import create_app
 from rushes_api.server import Protocol
 from rushes_cli.stack.ports import free_port
 from rushes_core.settings import Settings
-from support.api import API_KEY, offline_settings
+from support.api import API_KEY, offline_settings, served
 from support.checkpoints import tiny_checkpoint
 from support.commands import RUSHES, descendants
 from support.stack import settings_env
@@ -50,17 +49,8 @@ class ImpatientProtocol(Protocol):
 @contextmanager
 def serving(checkpoint: Path, protocol: type[Protocol], **values: Any) -> Iterator[int]:
     """The port of a server in this process; no database, store or Redis stands behind it."""
-    app = create_app(offline_settings(checkpoint, api_max_body_bytes=50_000, **values))
-    config = uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    with served(create_app(offline_settings(checkpoint, api_max_body_bytes=50_000, **values)), protocol) as port:
+        yield port
 
 
 @pytest.fixture(scope="module")

@@ -37,13 +37,6 @@ def worker(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
-@pytest.fixture
 def campaign(engine: Engine) -> str:
     campaign_id = new_campaign_id()
     with Session(engine) as session, session.begin():

@@ -1,24 +1,21 @@
 """What commands make of an address of the API that is wrong, and of a right one where nobody answers."""
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from rushes_api.app import create_app
 from rushes_api.server import Protocol
 from rushes_cli.campaigns.address import fault_of
 from rushes_cli.campaigns.client import Client, Unreachable, WrongAddress
 from rushes_cli.main import main
 from rushes_cli.stack.ports import free_port
-from support.api import API_KEY, offline_settings
+from support.api import API_KEY, offline_settings, served
 from support.checkpoints import tiny_checkpoint
 from support.receiver import make_certificate
-from support.waiting import wait_until
 
 HOST = "127.0.0.1"
 
@@ -26,24 +23,8 @@ HOST = "127.0.0.1"
 @contextmanager
 def serving(checkpoint: Path, certificate: Path | None = None, *, port: int = 0) -> Iterator[int]:
     """The port of the API in this process, which speaks TLS with a certificate."""
-    config = uvicorn.Config(
-        create_app(offline_settings(checkpoint)),
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        ssl_certfile=certificate,
-    )
-    server = uvicorn.Server(config)
-    with socket.create_server((HOST, port)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    with served(create_app(offline_settings(checkpoint)), Protocol, certificate=certificate, port=port) as port_served:
+        yield port_served
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from support.worker import (
     Worker,
     eventually,
     keys_of,
-    starting_workers,
     write_contract,
 )
 
@@ -53,19 +51,6 @@ def settings(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> Settings:
         lease_seconds=3,
         heartbeat_seconds=0.5,
     )
-
-
-@pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
-@pytest.fixture
-def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
-    with starting_workers(settings, tmp_path / "worker.log") as start:
-        yield start
 
 
 class TestRedis:

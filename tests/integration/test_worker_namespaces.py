@@ -48,13 +48,6 @@ def settings(stack: SharedStack, tmp_path: Path, machine: SecondMachine) -> Sett
     )
 
 
-@pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
 class Pair:
     """Both nodes of one replica."""
 

@@ -20,13 +20,6 @@ def settings(stack: SharedStack, tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
-@pytest.fixture
 def first(settings: Settings, tmp_path: Path) -> Iterator[Worker]:
     with Worker(settings, tmp_path / "first.log", layout="r1s2", nodes=2) as worker:
         yield worker

@@ -31,13 +31,6 @@ def settings(stack: SharedStack, tmp_path: Path) -> Settings:
     return settings_of_two_nodes(stack, tmp_path, drain_after_crashes=100)
 
 
-@pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
 class Pair:
     """Both nodes of one r1s2, and the way between them."""
 

@@ -35,13 +35,6 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
     )
 
 
-@pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
 @pytest.fixture(scope="class")
 def worker(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """One worker for the tests of a class."""

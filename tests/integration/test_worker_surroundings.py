@@ -20,7 +20,7 @@ from support.checkpoints import tiny_checkpoint
 from support.forwarder import Forwarder
 from support.processes import hangup_is
 from support.stack import SharedStack
-from support.worker import SCRIPTED, Jobs, StartWorker, eventually, starting_workers
+from support.worker import SCRIPTED, Jobs, StartWorker, eventually
 
 TINY = "rushes/tiny-fasth3-8-step-demo"
 
@@ -38,19 +38,6 @@ def settings(stack: SharedStack, tmp_path: Path) -> Settings:
         drain_after_crashes=100,
         worker_name="farm",
     )
-
-
-@pytest.fixture
-def jobs(settings: Settings) -> Iterator[Jobs]:
-    jobs = Jobs(settings)
-    yield jobs
-    jobs.close()
-
-
-@pytest.fixture
-def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
-    with starting_workers(settings, tmp_path / "worker.log") as start:
-        yield start
 
 
 def add(jobs: Jobs, prompt: str = "a wave") -> str:

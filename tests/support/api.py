@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+import uvicorn
 from rushes_api.app import create_app
 from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
@@ -60,6 +61,22 @@ def multipart(
             data,
         )
     return body + f"--{boundary}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+
+
+@contextmanager
+def served(app: Any, protocol: type[Any], *, certificate: Path | None = None, port: int = 0) -> Iterator[int]:
+    """The port of 127.0.0.1 at which a thread of this process serves `app`, by TLS with a certificate."""
+    config = uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False, ssl_certfile=certificate)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 class JobDriver:
