@@ -408,7 +408,12 @@ class TestList:
     def test_its_items_are_tasks(self, own: TestClient, driver: JobDriver, tmp_path: Path) -> None:
         task_id = create(own)
         driver.complete(task_id, CLIP, tmp_path)
-        assert own.get(QUERY).json()["items"] == [task(own, task_id)]
+        (listed,), queried = own.get(QUERY).json()["items"], task(own, task_id)
+        addresses = [one.pop("content")["url"] for one in (listed, queried)]
+        assert listed == queried
+        # not the same ones: each works from when it was given
+        assert {urlsplit(address).path for address in addresses} == {f"{CREATE}/{task_id}/content"}
+        assert [own.get(address).content for address in addresses] == [CLIP, CLIP]
 
     def test_it_holds_those_that_pass_the_filters(
         self, own: TestClient, client: TestClient, driver: JobDriver, tmp_path: Path
