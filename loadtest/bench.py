@@ -70,7 +70,7 @@ def _settings(fields: dict[str, Any]) -> Settings:
 
 def patient_engine(settings: Settings, *, pool_size: int = 5) -> Engine:
     """For what sets tables up too, which takes longer than any statement of a process."""
-    return create_sync_engine(settings, pool_size=pool_size, patience_seconds=3_600)
+    return create_sync_engine(settings, pool_size=pool_size, silence_seconds=3_600)
 
 
 def clear(engine: Engine) -> None:

@@ -14,8 +14,8 @@ from rushes_core.database import create_api_engine
 from rushes_core.fields import PRIORITIES
 from rushes_core.log import get_logger
 from rushes_core.models import ApiKey
-from rushes_core.patience import end, within
 from rushes_core.settings import Settings
+from rushes_core.time_limit import end, within
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 

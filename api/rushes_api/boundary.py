@@ -36,7 +36,7 @@ ANSWER_WITHIN = "rushes_answer_within"
 """Set in a request's scope by what may take longer than others: seconds, from the request's start."""
 ASKS_DATABASE = "rushes_asks_database"
 """Set in such a request's scope once it waits for the database: one that is silent is not waited for."""
-PATIENCE_SECONDS = 1.75
+WAIT_SECONDS = 1.75
 """How long a request waits for a database that does not answer anybody."""
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32_768
@@ -100,7 +100,7 @@ class Boundary:
         task = asyncio.create_task(self._guarded(scope, receive, exchange))
         refusal: ApiError | None = None
         try:
-            await asyncio.wait({task}, timeout=min(PATIENCE_SECONDS, self._answer_within))
+            await asyncio.wait({task}, timeout=min(WAIT_SECONDS, self._answer_within))
             if not task.done():
                 refusal = await self._refusal(scope, exchange, task)
             if refusal is None:
@@ -119,7 +119,7 @@ class Boundary:
     async def _refusal(self, scope: Scope, exchange: "_Exchange", task: asyncio.Task[None]) -> ApiError | None:
         """What to answer instead of a request that takes long; None once it is being answered."""
         loop = asyncio.get_running_loop()
-        began = loop.time() - PATIENCE_SECONDS
+        began = loop.time() - WAIT_SECONDS
         pulse: Pulse | None = scope.get("state", {}).get("pulse")
         while True:
             if exchange.started or task.done():

@@ -20,10 +20,10 @@ from rushes_core.database import EACH_ALONE
 from rushes_core.log import get_logger
 from rushes_core.measured import measured
 from rushes_core.models import Job, MeasuredTime, Replica
-from rushes_core.patience import within
 from rushes_core.predicates import IS_LEASED
 from rushes_core.settings import Settings
 from rushes_core.states import JobState, Phase
+from rushes_core.time_limit import within
 from rushes_core.video import Eta
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError

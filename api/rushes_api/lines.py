@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import psycopg
 from psycopg.rows import tuple_row
 from rushes_core.database import connect_arguments
-from rushes_core.patience import end
 from rushes_core.settings import Settings
+from rushes_core.time_limit import end
 
 Row = tuple[Any, ...]
 Connection = psycopg.AsyncConnection[Row]

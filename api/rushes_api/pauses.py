@@ -5,7 +5,7 @@ import time
 
 from rushes_core import backlog
 from rushes_core.log import get_logger
-from rushes_core.patience import within
+from rushes_core.time_limit import within
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 

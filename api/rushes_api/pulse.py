@@ -8,8 +8,8 @@ from typing import Any
 import psycopg
 from rushes_core.database import connect_arguments
 from rushes_core.log import get_logger
-from rushes_core.patience import within
 from rushes_core.settings import Settings
+from rushes_core.time_limit import within
 
 log = get_logger(__name__)
 

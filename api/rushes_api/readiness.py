@@ -7,10 +7,10 @@ from typing import Any
 from rushes_core import replicas
 from rushes_core.errors import StorageError
 from rushes_core.models import Replica
-from rushes_core.patience import within
 from rushes_core.schema import CURRENT_REVISION, mismatch
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
+from rushes_core.time_limit import within
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker

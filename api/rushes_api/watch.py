@@ -17,8 +17,8 @@ from rushes_core.database import EACH_ALONE
 from rushes_core.events import Glimpse, Step
 from rushes_core.log import get_logger
 from rushes_core.models import Job
-from rushes_core.patience import within
 from rushes_core.settings import Settings
+from rushes_core.time_limit import within
 from sqlalchemy import Select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker

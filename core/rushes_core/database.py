@@ -11,7 +11,7 @@ from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from rushes_core.impatient import PATIENCE_SECONDS, Impatient
+from rushes_core.impatient import SILENCE_SECONDS, Impatient
 from rushes_core.settings import DatabaseSettings, Settings
 
 # only migrations need it, and every process would take a fifth longer to start
@@ -39,14 +39,14 @@ _RETURNED_AT = "rushes_returned_at"
 
 
 def create_sync_engine(
-    settings: DatabaseSettings, *, pool_size: int = 5, patience_seconds: float = PATIENCE_SECONDS
+    settings: DatabaseSettings, *, pool_size: int = 5, silence_seconds: float = SILENCE_SECONDS
 ) -> Engine:
     """Engine of a worker, the dispatcher or a command. A connection is checked before it is used.
 
     No plan is kept: one that the dispatcher made for an empty queue would be used for a full one.
 
     Args:
-        patience_seconds: how long a statement may go without its result until the connection is given up.
+        silence_seconds: how long a statement may go without its result until the connection is given up.
     """
     engine = create_engine(
         settings.database_url,
@@ -60,7 +60,7 @@ def create_sync_engine(
     @event.listens_for(engine, "do_connect")
     def connect(dialect: object, entry: object, arguments: Any, parameters: Any) -> Impatient[Any]:
         connection = Impatient[Any].connect(*arguments, **parameters)
-        connection.patience_seconds = patience_seconds
+        connection.silence_seconds = silence_seconds
         return connection
 
     return engine

@@ -6,7 +6,7 @@ from typing import TypeVar
 import psycopg
 from psycopg.abc import PQGen
 
-PATIENCE_SECONDS = 15.0
+SILENCE_SECONDS = 15.0
 """How long a result may be waited for: longer than the server lets a statement run. A commit, which it does not bound,
 is in doubt then."""
 _LOOK_SECONDS = 0.1
@@ -20,7 +20,7 @@ class Impatient(psycopg.Connection[_Row]):
     """Ends when a result does not come in time. From a server that was frozen and has been replaced, or behind a proxy
     that acknowledges what it does not pass on, none ever would, and no timeout of TCP sees that."""
 
-    patience_seconds = PATIENCE_SECONDS
+    silence_seconds = SILENCE_SECONDS
 
     def wait(self, gen: PQGen[_Result], interval: float = _LOOK_SECONDS, timeout: float | None = None) -> _Result:
         """As psycopg's, but for the end.
@@ -32,9 +32,9 @@ class Impatient(psycopg.Connection[_Row]):
             return super().wait(gen, interval, timeout)
         began = time.monotonic()
         try:
-            return super().wait(gen, interval, self.patience_seconds)
+            return super().wait(gen, interval, self.silence_seconds)
         except psycopg.OperationalError as error:
-            if time.monotonic() - began < self.patience_seconds:
+            if time.monotonic() - began < self.silence_seconds:
                 raise
             self.close()
-            raise psycopg.OperationalError(f"no result within {self.patience_seconds:g} s") from error
+            raise psycopg.OperationalError(f"no result within {self.silence_seconds:g} s") from error

@@ -27,7 +27,7 @@ def test_an_error_of_a_worker_does_not_hold_the_values_of_its_statement(settings
 
 def test_a_worker_gives_up_a_connection_that_falls_silent_and_makes_another(settings: Settings) -> None:
     with relayed(settings) as (through, proxy):
-        engine = create_sync_engine(through, pool_size=1, patience_seconds=3)
+        engine = create_sync_engine(through, pool_size=1, silence_seconds=3)
         with engine.connect() as connection:
             first = connection.execute(OWN_PID).scalar_one()
             proxy.strand()
@@ -41,7 +41,7 @@ def test_a_worker_gives_up_a_connection_that_falls_silent_and_makes_another(sett
 
 def test_a_worker_does_not_take_a_connection_from_the_pool_that_fell_silent(settings: Settings) -> None:
     with relayed(settings) as (through, proxy):
-        engine = create_sync_engine(through, pool_size=1, patience_seconds=3)
+        engine = create_sync_engine(through, pool_size=1, silence_seconds=3)
         with engine.connect() as connection:
             connection.execute(OWN_PID)
         proxy.strand()
@@ -53,7 +53,7 @@ def test_a_worker_does_not_take_a_connection_from_the_pool_that_fell_silent(sett
 def test_a_replica_takes_none_of_those_that_were_free_when_one_fell_silent(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Impatient, "patience_seconds", 3.0)
+    monkeypatch.setattr(Impatient, "silence_seconds", 3.0)
     with relayed(settings) as (through, proxy):
         connections = Connections(through)
         with connections.lend() as one, connections.lend() as other:
@@ -69,8 +69,8 @@ def test_a_replica_takes_none_of_those_that_were_free_when_one_fell_silent(
 def test_a_process_with_more_patience_waits_for_what_the_server_is_still_doing(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Impatient, "patience_seconds", 0.1)
-    engine = create_sync_engine(settings, pool_size=1, patience_seconds=30)
+    monkeypatch.setattr(Impatient, "silence_seconds", 0.1)
+    engine = create_sync_engine(settings, pool_size=1, silence_seconds=30)
     with engine.connect() as connection:
         assert connection.execute(text("SELECT 7 FROM pg_sleep(0.5)")).scalar_one() == 7
     engine.dispose()

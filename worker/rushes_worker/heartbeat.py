@@ -13,7 +13,7 @@ from typing import Any
 
 from rushes_core import jobs, replicas
 from rushes_core.database import create_sync_engine
-from rushes_core.impatient import PATIENCE_SECONDS
+from rushes_core.impatient import SILENCE_SECONDS
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
 from sqlalchemy import Executable
@@ -61,8 +61,8 @@ class Heartbeat:
         self._on_change = on_change
         self._is_stopping = is_stopping
         # what is left of a lease is for another try
-        silence = min(PATIENCE_SECONDS, settings.lease_seconds / 3)
-        self._engine = create_sync_engine(settings, pool_size=1, patience_seconds=silence)
+        silence = min(SILENCE_SECONDS, settings.lease_seconds / 3)
+        self._engine = create_sync_engine(settings, pool_size=1, silence_seconds=silence)
         self._held: dict[int, _Held] = {}
         self._drain_requested = self._drains_itself = False
         self._condition = threading.Condition()

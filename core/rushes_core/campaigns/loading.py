@@ -22,7 +22,7 @@ from rushes_core.models import ApiKey, Job
 LEASE_SECONDS = 12.0
 """How long a process that works on a campaign may be silent before another one takes over."""
 STATEMENT_SECONDS = 50
-PATIENCE = f"SET LOCAL statement_timeout = '{STATEMENT_SECONDS}s'"
+STATEMENT_LIMIT = f"SET LOCAL statement_timeout = '{STATEMENT_SECONDS}s'"
 """For statements that change some thousands of rows, which a busy server may take longer for than for others. Who runs
 them holds the campaign's row, which nobody takes over meanwhile."""
 DUPLICATE_CUSTOM_ID = "duplicate_custom_id"

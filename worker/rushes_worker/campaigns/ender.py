@@ -3,7 +3,7 @@ deleted ones, and writes the files of those that are done. Any number may run.
 """
 
 from rushes_core.campaigns import closing, events, statements
-from rushes_core.campaigns.loading import PATIENCE, Lease, release, was_cut_off
+from rushes_core.campaigns.loading import STATEMENT_LIMIT, Lease, release, was_cut_off
 from rushes_core.errors import StorageError
 from rushes_core.log import get_logger
 from rushes_core.served_model import ServedModel
@@ -50,7 +50,7 @@ class Ender:
         with self._engine.begin() as connection:
             connection.execute(closing.ask_leased())
         with self._engine.begin() as connection:
-            connection.exec_driver_sql(PATIENCE)
+            connection.exec_driver_sql(STATEMENT_LIMIT)
             found = connection.execute(closing.to_close()).one_or_none()
             if found is None:
                 return False
@@ -62,7 +62,7 @@ class Ender:
 
     def _retry(self) -> bool:
         with self._engine.begin() as connection:
-            connection.exec_driver_sql(PATIENCE)
+            connection.exec_driver_sql(STATEMENT_LIMIT)
             campaign_id = connection.execute(statements.wanting_retry(limit=1)).scalar_one_or_none()
             if campaign_id is None:
                 return False
@@ -74,7 +74,7 @@ class Ender:
 
     def _delete(self) -> bool:
         with self._engine.begin() as connection:
-            connection.exec_driver_sql(PATIENCE)
+            connection.exec_driver_sql(STATEMENT_LIMIT)
             campaign_id = connection.execute(statements.unpurged(limit=1)).scalar_one_or_none()
             if campaign_id is None:
                 return False

@@ -196,7 +196,7 @@ class Loader:
 
     def _write(self, campaign: Campaign, lease: Lease, chunk: Chunk) -> None:
         with self._engine.begin() as connection:
-            connection.exec_driver_sql(loading.PATIENCE)
+            connection.exec_driver_sql(loading.STATEMENT_LIMIT)
             terms = connection.execute(loading.terms(lease)).one_or_none()
             if terms is None:
                 raise LeaseLost

@@ -45,7 +45,7 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     model = ServedModel.load(settings)
-    engine = create_sync_engine(settings, patience_seconds=STATEMENT_SECONDS + 10)
+    engine = create_sync_engine(settings, silence_seconds=STATEMENT_SECONDS + 10)
     owner = f"loader-{socket.gethostname()}-{os.getpid()}"
     loader = Loader(settings, model, engine, owner=owner)
     ender = Ender(settings, model, engine, owner=owner)

@@ -16,8 +16,8 @@ from typing import Any
 
 from rushes_core.database import create_api_engine
 from rushes_core.log import get_logger
-from rushes_core.patience import within
 from rushes_core.settings import Settings
+from rushes_core.time_limit import within
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.deliveries import Claimed, Outcome
 from rushes_core.webhooks.events import (
