@@ -302,16 +302,18 @@ def _loader(arguments: argparse.Namespace) -> int:
 
 def _migrate(arguments: argparse.Namespace) -> int:
     from rushes_core.database import migrate
-    from rushes_core.schema import current_revision, is_newer
+    from rushes_core.schema import current_revision, is_newer, move_fences_on
 
     settings = load_settings()
     with one_line_database_errors():
         found = current_revision(settings)
-        if is_newer(found):
-            print(f"rushes migrate: the schema is at revision {found} of a later release, which serves this one too")
-            return 0
-        migrate(settings)
-    print("rushes migrate: the schema is at this release")
+        if not is_newer(found):
+            migrate(settings)
+        move_fences_on(settings)
+    if is_newer(found):
+        print(f"rushes migrate: the schema is at revision {found} of a later release, which serves this one too")
+    else:
+        print("rushes migrate: the schema is at this release")
     return 0
 
 

@@ -16,6 +16,14 @@ log = get_logger(__name__)
 
 CURRENT_REVISION = text("SELECT version_num FROM alembic_version")
 
+_FENCES = ("job_fence_seq", "webhook_fence")
+# by the clock, in microseconds: no deployment claims as many jobs
+_MOVE_ON = """
+    SELECT setval('{fence}', now.microseconds)
+    FROM {fence}, (SELECT (extract(epoch FROM clock_timestamp()) * 1e6)::bigint AS microseconds) AS now
+    WHERE last_value < now.microseconds
+"""
+
 _REVISION = re.compile(r'^(revision|down_revision) = "([0-9a-f]+)"$', re.MULTILINE)
 
 
@@ -77,3 +85,19 @@ def check_schema(settings: Settings) -> None:
     if is_newer(found):
         # or of something else that has revisions
         log.warning("schema_is_newer", revision=found, known=known_revisions()[0])
+
+
+def move_fences_on(settings: Settings) -> None:
+    """Have every fence from now on be another than all that were given before, also by what this database was before it
+    was restored from a backup: what holds one of those may still run, and clips lie in the store under them.
+
+    Raises:
+        DBAPIError: the database cannot be asked.
+    """
+    engine = create_sync_engine(settings, pool_size=1)
+    try:
+        with engine.begin() as connection:
+            for fence in _FENCES:
+                connection.execute(text(_MOVE_ON.format(fence=fence)))
+    finally:
+        engine.dispose()

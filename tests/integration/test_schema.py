@@ -4,18 +4,21 @@ import json
 import os
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 from alembic.script import ScriptDirectory
 from rushes_cli.main import main
-from rushes_core.database import alembic_config
+from rushes_core import jobs
+from rushes_core.database import alembic_config, create_sync_engine
 from rushes_core.errors import SchemaMismatch
 from rushes_core.log import configure_logging
 from rushes_core.schema import check_schema, known_revisions
 from rushes_core.settings import Settings, get_settings
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
-from support.stack import settings_env
+from support.job_rows import RESULT, JobRows
+from support.stack import libpq_url, settings_env
 
 OLDER, NEWER = "e8c3417f9b60", "0123456789ab"
 
@@ -94,3 +97,35 @@ def test_a_migration_that_never_began_is_none(at_revision: str, settings: Settin
         connection.execute(text("DELETE FROM alembic_version"))
     with pytest.raises(SchemaMismatch, match="was never migrated"):
         check_schema(settings)
+
+
+NEXT_FENCE = text("SELECT nextval('webhook_fence')")
+
+
+@pytest.mark.usefixtures("_environment")
+def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = JobRows(engine)
+    job = rows.add()
+    engine.dispose()
+    url = make_url(settings.database_url)
+    with psycopg.connect(libpq_url(settings_env(settings), database="postgres"), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {url.database}_restored TEMPLATE {url.database}")
+    old = rows.running_again()
+    restored = url.set(database=f"{url.database}_restored").render_as_string(hide_password=False)
+    monkeypatch.setenv("RUSHES_DATABASE_URL", restored)
+    get_settings.cache_clear()
+    assert main(["migrate"]) == 0
+    afterwards = create_sync_engine(settings.model_copy(update={"database_url": restored}))
+    try:
+        rows = JobRows(afterwards)
+        new = rows.running_again()
+        assert (new.id, new.attempt) == (old.id, old.attempt)
+        assert rows.run(jobs.renew(job.id, fence=old.fence, lease_seconds=30)) is None
+        assert rows.run(jobs.complete(job.id, fence=old.fence, result=RESULT, timings={})) is None
+        assert (new.fence or 0) > (old.fence or 0)
+        with engine.connect() as before, afterwards.connect() as after:
+            assert after.scalar(NEXT_FENCE) > before.scalar(NEXT_FENCE)
+    finally:
+        afterwards.dispose()
