@@ -82,8 +82,9 @@ class Sweeper:
         deleted or have had their time."""
         self._remove_objects(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
         with self._engine.begin() as connection:
-            for file_id in connection.scalars(self._expire_files):
-                log.info("file_expired", file_id=file_id)
+            expired = connection.scalars(self._expire_files).all()
+        for file_id in expired:
+            log.info("file_expired", file_id=file_id)
         self._remove_objects(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
 
     def purge_again(self) -> None:
@@ -122,17 +123,20 @@ class Sweeper:
 
     def _reap(self) -> None:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(self._end_dead_attempts):
-                log.warning(
-                    "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
-                )
+            ended = session.scalars(self._end_dead_attempts).all()
+        for job in ended:
+            log.warning(
+                "lease_expired", job_id=job.id, attempt=job.attempt, state=job.state, crash_count=job.crash_count
+            )
 
     def _expire(self) -> None:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
-            for job in session.scalars(self._expire_late_jobs):
-                log.info("job_expired", job_id=job.id)
-            for replica_id in session.scalars(self._forget_stale_replicas):
-                log.info("replica_forgotten", replica=replica_id)
+            expired = session.scalars(self._expire_late_jobs).all()
+            forgotten = session.scalars(self._forget_stale_replicas).all()
+        for job in expired:
+            log.info("job_expired", job_id=job.id)
+        for replica_id in forgotten:
+            log.info("replica_forgotten", replica=replica_id)
 
     def _remove_objects_of(self, job: Job) -> int:
         destination = Destination.of(job.request)
@@ -241,9 +245,11 @@ class Sweeper:
 
     def _forget_dry_runs(self) -> None:
         with self._engine.begin() as connection:
-            for campaign_id in connection.execute(statements.forget_dry_runs()).scalars().all():
+            forgotten = connection.scalars(statements.forget_dry_runs()).all()
+            for campaign_id in forgotten:
                 connection.execute(statements.delete_input(campaign_id))
-                log.info("dry_run_forgotten", campaign_id=campaign_id)
+        for campaign_id in forgotten:
+            log.info("dry_run_forgotten", campaign_id=campaign_id)
 
     def _abort_uploads(self) -> None:
         before = datetime.now(UTC) - self._orphan_age

@@ -90,9 +90,10 @@ class LocalRanks:
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_SECONDS
         for rank, process in self._processes.items():
             try:
-                process.wait(_REAP_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.error("rank_unkillable", rank=rank, pid=process.pid)
         for connection in self._connections.values():

@@ -7,7 +7,7 @@ as long as it is refreshed.
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -76,6 +76,7 @@ def _claim(
     Args:
         seen: when each was heard of last, as it was read first.
     """
+    replaced: Sequence[str] = ()
     with Session(engine) as session, session.begin():
         session.execute(replicas.lock_name(replica_id))
         namesakes = session.scalars(replicas.namesakes(replica_id, seen_within_seconds=lease_seconds))
@@ -87,10 +88,12 @@ def _claim(
             neighbours = session.scalars(replicas.of_namespace(_namespace()))
             ended = [one.id for one in neighbours if _runs(one.detail) is False]
             taken = replicas.take_places(replica_id, ended=ended, silent_for_seconds=lease_seconds)
-            for other_id in session.scalars(taken):
-                log.info("replica_replaced", replaced=other_id, by=replica_id)
+            replaced = session.scalars(taken).all()
             session.execute(replicas.upsert_replica(replica_id, **row))
-        return [holder.id for holder in holders]
+        awaited = [holder.id for holder in holders]
+    for other_id in replaced:
+        log.info("replica_replaced", replaced=other_id, by=replica_id)
+    return awaited
 
 
 def _runs(detail: dict[str, Any]) -> bool | None:
