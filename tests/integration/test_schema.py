@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 
-import psycopg
 import pytest
 from alembic.script import ScriptDirectory
 from rushes_cli.main import main
@@ -14,11 +13,11 @@ from rushes_core.errors import SchemaMismatch
 from rushes_core.log import configure_logging
 from rushes_core.schema import check_schema, known_revisions
 from rushes_core.settings import Settings, get_settings
-from sqlalchemy import Engine, make_url, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from support.api import offline_settings
 from support.checkpoints import tiny_checkpoint
 from support.job_rows import RESULT, JobRows
-from support.stack import libpq_url, settings_env
+from support.stack import settings_env
 
 OLDER, NEWER = "e8c3417f9b60", "0123456789ab"
 
@@ -110,9 +109,12 @@ def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
     job = rows.add()
     engine.dispose()
     url = make_url(settings.database_url)
-    with psycopg.connect(libpq_url(settings_env(settings), database="postgres"), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {url.database}_restored TEMPLATE {url.database}")
+    server = create_engine(url.set(database="postgres"), isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {url.database}_restored TEMPLATE {url.database}"))
+    server.dispose()
     old = rows.running_again()
+    assert old.fence is not None
     restored = url.set(database=f"{url.database}_restored").render_as_string(hide_password=False)
     monkeypatch.setenv("RUSHES_DATABASE_URL", restored)
     get_settings.cache_clear()
@@ -124,8 +126,8 @@ def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
         assert (new.id, new.attempt) == (old.id, old.attempt)
         assert rows.run(jobs.renew(job.id, fence=old.fence, lease_seconds=30)) is None
         assert rows.run(jobs.complete(job.id, fence=old.fence, result=RESULT, timings={})) is None
-        assert (new.fence or 0) > (old.fence or 0)
+        assert (new.fence or 0) > old.fence
         with engine.connect() as before, afterwards.connect() as after:
-            assert after.scalar(NEXT_FENCE) > before.scalar(NEXT_FENCE)
+            assert after.execute(NEXT_FENCE).scalar_one() > before.execute(NEXT_FENCE).scalar_one()
     finally:
         afterwards.dispose()
