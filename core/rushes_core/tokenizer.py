@@ -68,6 +68,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
         raise CheckpointError(f"{path}: not a readable tokenizer: {error}") from error
+    # saved with it where it was last used for a batch; it would cut prompts or fill them up, and none would be told
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     config_path = folder / "tokenizer_config.json"
     declared = _declared(read_json_object(config_path), config_path)
     missing = [token for token in declared if tokenizer.token_to_id(token) is None]

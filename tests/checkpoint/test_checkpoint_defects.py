@@ -96,6 +96,12 @@ def index_of_three(path: Path) -> None:
     edit_json(path / INDEX, weight_map={name: names[file] for name, file in weight_map.items()})
 
 
+def move_token(path: Path) -> None:
+    """A letter gets an id behind all others; there are as many tokens as before."""
+    model = json.loads((path / "tokenizer/tokenizer.json").read_text())["model"]
+    edit_json(path / "tokenizer/tokenizer.json", model=model | {"vocab": model["vocab"] | {"a": 1000}})
+
+
 def rename_tensor(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.__setitem__(new, tensors.pop(old))
 
@@ -455,8 +461,12 @@ DEFECTS = [
     Defect(
         "more tokens than embeddings",
         nested_change("text_encoder/config.json", "text_config", vocab_size=280),
-        ("/tokenizer: 289 tokens, more than the 280", "embed_tokens.weight has shape [320, 32], expected [280, 32]"),
+        (
+            "/tokenizer: the last token has id 288, expected one below the 280",
+            "embed_tokens.weight has shape [320, 32], expected [280, 32]",
+        ),
     ),
+    Defect("token without an embedding", move_token, ("/tokenizer: the last token has id 1000, expected one below",)),
 ]
 
 

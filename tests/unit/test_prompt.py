@@ -1,10 +1,13 @@
 """Which prompts are refused, and that the others reach the model's tokenizer unchanged."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from rushes_core.errors import InvalidRequest
 from rushes_core.prompt import CONTROL_TOKENS, MAX_PROMPT_CHARACTERS, PromptTokenizer, check_prompt
 from rushes_core.tokenizer import H3_TOKENS
-from support.checkpoints import tiny_checkpoint
+from support.checkpoints import edit_json, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,32 @@ def test_marks_that_the_model_knows_stay_single_tokens(tokenizer: PromptTokenize
 def test_no_token_is_added_to_a_prompt(tokenizer: PromptTokenizer) -> None:
     # the tiny tokenizer has one token per UTF-8 byte
     assert len(tokenizer.encode("dog", max_tokens=3)) == 3
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 64},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "!",
+            }
+        },
+    ],
+    ids=lambda saved: next(iter(saved)),
+)
+def test_a_tokenizer_saved_after_batches_neither_cuts_nor_fills_up_a_prompt(
+    tokenizer: PromptTokenizer, tmp_path: Path, saved: dict[str, Any]
+) -> None:
+    path = tiny_checkpoint(tmp_path) / "tokenizer" / "tokenizer.json"
+    edit_json(path, **saved)
+    prompt = "a robot dancing in the rain"
+    assert PromptTokenizer(path).encode(prompt, max_tokens=100) == tokenizer.encode(prompt, max_tokens=100)
 
 
 @pytest.mark.parametrize(("unit", "tokens"), [("a", 1), ("犬", 3), ("😀", 4)])

@@ -213,15 +213,15 @@ def _check_agreement(found: Examination) -> None:
 def _check_tokenizer(found: Examination) -> None:
     folder = found.path / "tokenizer"
     try:
-        size = load_tokenizer(folder).get_vocab_size()
+        last = max(load_tokenizer(folder).get_vocab().values())
     except CheckpointError as error:
         found.problems.append(str(error))
         return
     text = found.text_encoder_config
-    if text is not None and size > text.vocab_size:
+    if text is not None and last >= text.vocab_size:
         found.problems.append(
-            f"{folder}: {size} tokens, more than the {text.vocab_size} of text_config.vocab_size in "
-            f"{found.path / 'text_encoder' / 'config.json'}"
+            f"{folder}: the last token has id {last}, expected one below the {text.vocab_size} of "
+            f"text_config.vocab_size in {found.path / 'text_encoder' / 'config.json'}"
         )
 
 
