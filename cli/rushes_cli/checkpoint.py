@@ -75,7 +75,7 @@ class ComponentReport:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     found = examine(arguments.directory)
-    kind = recognise(arguments.directory) if arguments.directory.is_dir() else "nothing"
+    kind = recognise(arguments.directory)
     components = {name: _component(found, name) for name in COMPONENTS if name in found.shards}
     print(_json(found, kind, components) if arguments.json else _text(found, kind, components))
     return 1 if found.problems else 0

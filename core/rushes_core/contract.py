@@ -79,7 +79,7 @@ def read_contract(checkpoint: Path) -> tuple[InferenceContract | None, list[str]
     if refusal is not None:
         return None, [refusal]
     path = checkpoint / CONTRACT_FILE
-    if not path.is_file():
+    if not (path.exists() or path.is_symlink()):
         return None, [_no_contract(checkpoint)]
     fields = _Fields(path)
     if fields.values is None:
@@ -90,7 +90,7 @@ def read_contract(checkpoint: Path) -> tuple[InferenceContract | None, list[str]
 
 
 def refuse_directory(checkpoint: Path) -> str | None:
-    """Why `checkpoint` is not a directory with something in it, or None."""
+    """Why `checkpoint` is not a directory with something in it that can be reached, or None."""
     try:
         if not checkpoint.exists():
             return f"{checkpoint}: {'a link that leads nowhere' if checkpoint.is_symlink() else 'no such directory'}"
@@ -98,6 +98,8 @@ def refuse_directory(checkpoint: Path) -> str | None:
             return f"{checkpoint}: not a directory"
         if not any(checkpoint.iterdir()):
             return f"{checkpoint}: empty directory"
+        # one that can be listed need not be one whose files can be reached
+        (checkpoint / CONTRACT_FILE).exists()
     except (OSError, RuntimeError) as error:  # a loop of symbolic links is a RuntimeError up to Python 3.12
         return f"{checkpoint}: {getattr(error, 'strerror', None) or error}"
     return None

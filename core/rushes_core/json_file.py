@@ -25,7 +25,8 @@ def read_small_file(path: Path) -> bytes:
     """The bytes of `path`, a regular file of at most `MAX_JSON_BYTES`."""
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'missing'}")
+            absent = "a link that leads nowhere" if path.is_symlink() else "missing"
+            raise CheckpointError(f"{path}: {'not a file' if path.exists() else absent}")
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} expected of such a file")

@@ -99,6 +99,12 @@ class TestInspect:
         assert code == 1
         assert out.startswith(f"{damaged}: base MiniMax-H3\n")
 
+    def test_student_with_a_damaged_contract_is_recognised(self, run: Run, damaged: Path) -> None:
+        (damaged / "fastvideo_inference.json").write_text("{")
+        code, out, _ = run("inspect", damaged)
+        assert code == 1
+        assert out.startswith(f"{damaged}: FastH3 student whose contract cannot be read\n")
+
     @pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_lora_weights.safetensors"])
     def test_lora_is_recognised(self, run: Run, tmp_path: Path, name: str) -> None:
         (tmp_path / name).touch()

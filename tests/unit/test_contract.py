@@ -1,6 +1,10 @@
 """The inference contract is read from the checkpoint, checked whole, and refused with file, field and value named."""
 
 import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +192,32 @@ class TestDirectory:
         tmp_path.joinpath("loop").symlink_to(tmp_path / "loop")
         with pytest.raises(CheckpointError, match="loop: "):
             load_contract(tmp_path / "loop")
+
+    def test_directory_that_can_only_be_listed_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder)).chmod(0o644)
+            with unprivileged(), pytest.raises(CheckpointError, match=f"{folder}: Permission denied"):
+                load_contract(Path(folder))
+
+    @pytest.mark.parametrize(
+        "make", [Path.mkdir, lambda path: path.symlink_to("../../blobs/0")], ids=["folder", "link"]
+    )
+    def test_contract_that_is_there_and_no_file_is_not_taken_for_a_base_model(
+        self, tmp_path: Path, make: Callable[[Path], object]
+    ) -> None:
+        tmp_path.joinpath("modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
+        make(tmp_path / "fastvideo_inference.json")
+        with pytest.raises(CheckpointError, match=r"inference\.json: (not a file|a link that leads nowhere)$"):
+            load_contract(tmp_path)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Within, permissions count for root, too."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)

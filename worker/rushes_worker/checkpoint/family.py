@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rushes_core.contract import CONTRACT_FILE, INDEX_FILES, PIPELINE_CLASS
+from rushes_core.contract import CONTRACT_FILE, INDEX_FILES, PIPELINE_CLASS, refuse_directory
 from rushes_core.errors import CheckpointError
 from rushes_core.json_file import read_json_object
 
@@ -11,10 +11,13 @@ _COMPONENTS = ("transformer", "transformer_ref", "text_encoder", "vae", "audio_v
 
 
 def recognise(path: Path) -> str:
-    """A short description such as `FastH3 student, 8 steps` or `base MiniMax-H3`."""
+    """A short description such as `FastH3 student, 8 steps` or `base MiniMax-H3`; `nothing` where nothing can be read."""
+    if refuse_directory(path) is not None:
+        return "nothing"
     contract = _object(path / CONTRACT_FILE)
     if contract is None:
-        return _without_contract(path)
+        stands = (path / CONTRACT_FILE).exists() or (path / CONTRACT_FILE).is_symlink()
+        return "FastH3 student whose contract cannot be read" if stands else _without_contract(path)
     if contract.get("model_type") == "ref2va" or contract.get("pdd_steps") is not None:
         return "FastH3 OmniRef student (renders from references)"
     transformer = _object(path / "transformer" / "config.json") or {}
