@@ -11,7 +11,7 @@ _COMPONENTS = ("transformer", "transformer_ref", "text_encoder", "vae", "audio_v
 
 
 def recognise(path: Path) -> str:
-    """A short description such as `FastH3 student, 8 steps` or `base MiniMax-H3`; `nothing` where nothing can be read."""
+    """A short description such as `FastH3 student, 8 steps` or `base MiniMax-H3`; `nothing` if none can be read."""
     if refuse_directory(path) is not None:
         return "nothing"
     contract = _object(path / CONTRACT_FILE)
