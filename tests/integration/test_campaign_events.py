@@ -34,7 +34,7 @@ OPEN: dict[str, Any] = {"state": "in_progress", "loaded_at": func.now()}
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("events"))
-    return stack.settings(**LOCAL, webhook_timeout_seconds=5, checkpoint=checkpoint, api_key=API_KEY)
+    return stack.settings(**LOCAL, webhook_timeout_seconds=30, checkpoint=checkpoint, api_key=API_KEY)
 
 
 class Campaigns:

@@ -26,7 +26,7 @@ LONG_AGO = "2020-01-01T00:00:00Z"
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-    return stack.settings(**LOCAL, checkpoint=checkpoint, api_key=API_KEY, webhook_timeout_seconds=2)
+    return stack.settings(**LOCAL, checkpoint=checkpoint, api_key=API_KEY, webhook_timeout_seconds=30)
 
 
 @pytest.fixture(scope="module")

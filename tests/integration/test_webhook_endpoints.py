@@ -34,7 +34,7 @@ def settings(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Se
         checkpoint=checkpoint,
         api_key=API_KEY,
         webhook_ed25519_key=ED25519_KEY,
-        webhook_timeout_seconds=2,
+        webhook_timeout_seconds=30,
     )
 
 
@@ -44,9 +44,13 @@ def api(settings: Settings) -> Iterator[ThreadedApi]:
         yield api
 
 
+def connected(api: ThreadedApi) -> httpx.Client:
+    return httpx.Client(base_url=api.url, headers=AUTHORIZED, trust_env=False, timeout=30)
+
+
 @pytest.fixture(scope="module")
 def client(api: ThreadedApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, headers=AUTHORIZED, trust_env=False, timeout=30) as client:
+    with connected(api) as client:
         yield client
 
 
@@ -344,7 +348,7 @@ class TestJobsOwnUrl:
 
 
 def test_public_keys_are_served_without_a_key(api: ThreadedApi) -> None:
-    answer = httpx.get(f"{api.url}/.well-known/jwks.json", trust_env=False)
+    answer = httpx.get(f"{api.url}/.well-known/jwks.json", trust_env=False, timeout=60)
     assert answer.status_code == 200
     (key,) = answer.json()["keys"]
     assert (key["kty"], key["crv"], key["alg"]) == ("OKP", "Ed25519", "EdDSA")
@@ -355,7 +359,7 @@ def test_without_a_key_for_secrets_webhooks_are_refused_and_the_rest_works(
     stack: SharedStack, settings: Settings
 ) -> None:
     bare = stack.settings(checkpoint=settings.checkpoint, api_key=API_KEY)
-    with ThreadedApi(bare) as api, httpx.Client(base_url=api.url, headers=AUTHORIZED, trust_env=False) as client:
+    with ThreadedApi(bare) as api, connected(api) as client:
         body = {"name": "x", "url": URL, "event_types": ["video.completed"]}
         for path, sent in (
             ("/v1/webhook_endpoints", body),
@@ -374,7 +378,7 @@ def test_strictly_a_jobs_url_must_be_at_a_registered_origin(stack: SharedStack, 
     hooks = Hooks(strict)
     hooks.project_secret()
     hooks.register("https://8.8.8.8/other")
-    with ThreadedApi(strict) as api, httpx.Client(base_url=api.url, headers=AUTHORIZED, trust_env=False) as client:
+    with ThreadedApi(strict) as api, connected(api) as client:
         posted(client, "/v1/videos", {"prompt": "a dog", "webhook_url": "https://8.8.8.8:443/job"})
         for url in ("https://8.8.4.4/other", "https://8.8.8.8:8443/other"):
             error = refused(client.post("/v1/videos", json={"prompt": "a dog", "webhook_url": url}))

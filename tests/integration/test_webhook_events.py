@@ -25,7 +25,7 @@ URL = "https://8.8.8.8/hook"
 
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
-    return stack.settings(**LOCAL, webhook_timeout_seconds=5)
+    return stack.settings(**LOCAL, webhook_timeout_seconds=30)
 
 
 def told(hooks: Hooks) -> list[str]:
@@ -180,7 +180,7 @@ class TestOrder:
             ended.wait(20)
             reply(500)(connection, received)
 
-        with Receiver() as receiver, SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0})):
+        with Receiver() as receiver, SenderThread(settings):
             hooks.register(receiver.url(), *ALL)
             receiver.script("/hook", late, reply(200))
             hooks.add()
@@ -210,7 +210,7 @@ class TestOrder:
             hooks.add()
             job = hooks.run()
             hooks.report(job, 10)
-            with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": 20.0})):
+            with SenderThread(settings):
                 wait_until(lambda: receiver.received)
                 hooks.complete(job)
                 hooks.wait_for("delivered", type="video.completed")
