@@ -1,5 +1,6 @@
 """Weights that go through a few small buffers are what the files hold, wherever a buffer ends."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def weights(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Iterator[Stream
         yield StreamedWeights(tmp_path, read_header(path), staging)
 
 
+def age(path: Path) -> None:
+    """Files that are written within a tick of the clock have one time."""
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+
+
 @pytest.mark.parametrize("name", ["matrix", "wide", "vector", "kernel", "empty", "scalar", "half"])
 def test_whole_tensors_arrive_as_they_are_stored(
     weights: StreamedWeights, tensors: dict[str, torch.Tensor], name: str
@@ -69,15 +75,47 @@ def test_tensor_that_is_not_there_is_named(weights: StreamedWeights) -> None:
 
 
 @pytest.mark.parametrize("columns", [None, slice(0, 2)])
-def test_file_that_is_cut_short_after_its_header_was_read_is_named(
+def test_file_that_is_cut_short_while_it_is_read_is_named(
     weights: StreamedWeights, tmp_path: Path, columns: slice | None
 ) -> None:
     path = tmp_path / "model.safetensors"
     stored = read_header(path)["wide"]
+    weights.get("scalar")
     with path.open("rb+") as file:
         file.truncate(stored.offset + stored.num_bytes // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cut short while it was read, at byte"):
         weights.get("wide", columns=columns)
+
+
+def test_file_that_another_one_takes_the_place_of_after_its_header_was_read_is_named(
+    weights: StreamedWeights, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    save_file(dict(reversed(tensors.items())), tmp_path / "other.safetensors")
+    age(tmp_path / "other.safetensors")
+    (tmp_path / "other.safetensors").replace(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed after its header was read"):
+        weights.get("wide")
+
+
+def test_file_that_another_one_takes_the_place_of_while_it_is_read_is_read_to_its_end(
+    weights: StreamedWeights, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    weights.get("scalar")
+    (tmp_path / "other.safetensors").touch()
+    (tmp_path / "other.safetensors").replace(tmp_path / "model.safetensors")
+    assert torch.equal(weights.get("wide"), tensors["wide"])
+    weights.close()
+
+
+def test_file_that_is_written_to_while_it_is_read_is_named(weights: StreamedWeights, tmp_path: Path) -> None:
+    weights.get("scalar")
+    path = tmp_path / "model.safetensors"
+    with path.open("rb+") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    age(path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
+        weights.close()
 
 
 def test_file_that_went_away_is_named(weights: StreamedWeights, tmp_path: Path) -> None:

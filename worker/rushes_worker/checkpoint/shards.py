@@ -4,12 +4,14 @@ A header is small and stands first in the file, so 148 GB are checked in the tim
 nothing is loaded before everything is known to be there.
 """
 
+import os
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Self
 
 from rushes_core.contract import is_integer
 from rushes_core.errors import CheckpointError
@@ -32,10 +34,25 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Stamp:
+    """By which a file that was written to, or that another one took the place of, is told from what it was."""
+
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        status = os.fstat(descriptor)
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor as a file's header describes it."""
 
     path: Path
+    stamp: Stamp
+    """Of the file, when its header was read."""
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
@@ -63,8 +80,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: the header is not one, describes data outside the file, or leaves bytes of it undescribed.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            stamp = Stamp.of(file.fileno())
+            size = stamp.num_bytes
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise CheckpointError(f"{path}: cut short: {size} bytes, not even a header")
@@ -81,13 +99,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        begin, end = _add(tensors, path, name, entry, data_at=8 + length)
+        begin, end = _add(tensors, path, stamp, name, entry, data_at=8 + length)
         spans.append((begin, end, name))
     _check_spans(path, sorted(spans), size - 8 - length)
     return tensors
 
 
-def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object, *, data_at: int) -> tuple[int, int]:
+def _add(
+    tensors: dict[str, StoredTensor], path: Path, stamp: Stamp, name: str, entry: object, *, data_at: int
+) -> tuple[int, int]:
     where = f"{path}: header of tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {entry!r:.100}")
@@ -102,7 +122,7 @@ def _add(tensors: dict[str, StoredTensor], path: Path, name: str, entry: object,
     num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
     if begin < 0 or end - begin != num_bytes:
         raise CheckpointError(f"{where}: data_offsets {offsets} do not span the {num_bytes} bytes of {dtype} {shape}")
-    tensors[name] = StoredTensor(path, dtype, tuple(shape), num_bytes, data_at + begin)
+    tensors[name] = StoredTensor(path, stamp, dtype, tuple(shape), num_bytes, data_at + begin)
     return begin, end
 
 

@@ -16,7 +16,7 @@ import torch
 from rushes_core.errors import CheckpointError
 from torch import Tensor
 
-from rushes_worker.checkpoint.shards import StoredTensor
+from rushes_worker.checkpoint.shards import Stamp, StoredTensor
 
 BUFFER_BYTES = 32 << 20
 _MAX_READERS = 8
@@ -138,17 +138,24 @@ class _Rows:
 class _File:
     """A file of weights, open while they are loaded.
 
+    Args:
+        stamp: of the file whose header says where they are.
+
     Raises:
-        CheckpointError: it cannot be read, or is shorter than its header says; from every method.
+        CheckpointError: it cannot be read, is shorter than its header says, or has changed since; from every method.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stamp: Stamp) -> None:
         self._path = path
+        self._stamp = stamp
         self._mapped: mmap.mmap | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        if Stamp.of(self._descriptor) != stamp:
+            os.close(self._descriptor)
+            raise CheckpointError(f"{path}: changed after its header was read")
 
     def read(self, out: memoryview, offset: int) -> None:
         """Fill `out` with the bytes from `offset` on."""
@@ -173,8 +180,11 @@ class _File:
         out[:] = np.ndarray(out.shape, np.uint8, self._mapped, offset, (stride, 1))
 
     def close(self) -> None:
+        has_changed = Stamp.of(self._descriptor) != self._stamp
         self._mapped = None
         os.close(self._descriptor)
+        if has_changed:
+            raise CheckpointError(f"{self._path}: changed while it was read")
 
     def _cut_short(self, at: int) -> CheckpointError:
         return CheckpointError(f"{self._path}: cut short while it was read, at byte {at}")
@@ -212,7 +222,7 @@ class StreamedWeights:
         if len(out):
             size = dtype.itemsize
             part = _Rows(
-                self._file(stored.path),
+                self._file(stored),
                 offset=stored.offset + (top * width + left) * size,
                 stride=width * size,
                 count=bottom - top,
@@ -222,11 +232,15 @@ class StreamedWeights:
         return out.view(dtype).view(shape)
 
     def close(self) -> None:
-        for file in self._files.values():
+        """
+        Raises:
+            CheckpointError: a file was written to while it was read.
+        """
+        while self._files:
+            _, file = self._files.popitem()
             file.close()
-        self._files.clear()
 
-    def _file(self, path: Path) -> _File:
-        if path not in self._files:
-            self._files[path] = _File(path)
-        return self._files[path]
+    def _file(self, stored: StoredTensor) -> _File:
+        if stored.path not in self._files:
+            self._files[stored.path] = _File(stored.path, stored.stamp)
+        return self._files[stored.path]
