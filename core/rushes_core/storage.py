@@ -8,8 +8,9 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from urllib.parse import quote
 
 from boto3.session import Session
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ResponseStreamingError
 
 from rushes_core.errors import ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
@@ -28,6 +29,7 @@ from rushes_core.variants import VIDEO
 _BINARY = "application/octet-stream"
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _REFUSED = frozenset({"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
+_BROKEN = (ResponseStreamingError, IncompleteReadError)
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
@@ -171,6 +173,8 @@ class ObjectStore:
         else:
             stored = self.head(key)
         num_bytes = path.stat().st_size
+        if stored is not None and not stored.sha256 and stored.num_bytes == num_bytes:
+            stored = self._read_again(stored)
         if stored is None or stored.num_bytes != num_bytes or stored.sha256 != sha256:
             raise StorageError(f"{key}: stored as {stored}, expected {num_bytes} bytes with SHA-256 {sha256}")
         return stored
@@ -197,22 +201,25 @@ class ObjectStore:
             ObjectMissing: there is no such object.
             StorageError: before the first piece if the object cannot be opened, later if the connection breaks.
         """
-        with _translated(key):
-            answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
-        return _pieces(key, answer["Body"])
+        return self._pieces(key, self._open(key, start, end), start, end)
 
     def presigned_url(self, key: str, *, filename: str, content_type: str, seconds: int) -> str:
-        """A URL that gives `key` to anybody for `seconds`, signed for the endpoint that clients reach."""
-        url: str = self._clients.public.generate_presigned_url(
-            "get_object",
-            Params={
-                "Bucket": self.bucket,
-                "Key": key,
-                "ResponseContentType": content_type,
-                "ResponseContentDisposition": content_disposition(filename),
-            },
-            ExpiresIn=seconds,
-        )
+        """A URL that gives `key` to anybody for `seconds`, signed for the endpoint that clients reach.
+
+        Raises:
+            StorageError: there are no credentials to sign it with.
+        """
+        with _translated(key):
+            url: str = self._clients.public.generate_presigned_url(
+                "get_object",
+                Params={
+                    "Bucket": self.bucket,
+                    "Key": key,
+                    "ResponseContentType": content_type,
+                    "ResponseContentDisposition": content_disposition(filename),
+                },
+                ExpiresIn=seconds,
+            )
         return url
 
     def delete_prefix(self, prefix: str) -> int:
@@ -255,6 +262,40 @@ class ObjectStore:
                 if upload["Initiated"] < before and self._abort(upload):
                     aborted.append(upload["Key"])
         return aborted
+
+    def _read_again(self, stored: StoredObject) -> StoredObject:
+        """`stored` with the SHA-256 of what the store gives, which says none itself."""
+        digest = hashlib.sha256()
+        for piece in self.read(stored.key, 0, stored.num_bytes - 1):
+            digest.update(piece)
+        return replace(stored, sha256=digest.hexdigest())
+
+    def _open(self, key: str, start: int, end: int) -> Any:
+        with _translated(key):
+            answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
+        # a cache on the way may give the whole, and an object that was replaced have fewer bytes
+        given = answer.get("ContentRange") or f"bytes 0-{answer['ContentLength'] - 1}/"
+        if not given.startswith(f"bytes {start}-{end}/"):
+            answer["Body"].close()
+            raise StorageError(f"{key}: asked for bytes {start}-{end}, got {given}")
+        return answer["Body"]
+
+    def _pieces(self, key: str, body: Any, start: int, end: int) -> Iterator[bytes]:
+        """What comes after a connection broke is asked for on another one, as long as each brings something."""
+        while True:
+            begun = start
+            try:
+                with _translated(key):
+                    for piece in body.iter_chunks(_CHUNK_BYTES):
+                        start += len(piece)
+                        yield piece
+                return
+            except StorageError as error:
+                if start == begun or not isinstance(error.__cause__, _BROKEN):
+                    raise
+            finally:
+                body.close()
+            body = self._open(key, start, end)
 
     def _abort(self, upload: dict[str, Any]) -> bool:
         try:
@@ -303,12 +344,17 @@ class Upload:
         Raises:
             StorageError: the store failed, or there is no room for the part.
         """
-        self._spool(data)
-        self.num_bytes += len(data)
-        self._digest.update(data)
-        self._part_digest.update(data)
-        if self.num_bytes - self._stored_bytes >= self._part_bytes:
-            self._store_part()
+        left = memoryview(data)
+        while left:
+            # some stores take only parts of one size, but for the last
+            piece = left[: self._stored_bytes + self._part_bytes - self.num_bytes]
+            left = left[len(piece) :]
+            self._spool(piece)
+            self.num_bytes += len(piece)
+            self._digest.update(piece)
+            self._part_digest.update(piece)
+            if self.num_bytes - self._stored_bytes == self._part_bytes:
+                self._store_part()
 
     def complete(self) -> None:
         """Make one object of what was written, which must be a byte at least.
@@ -322,9 +368,7 @@ class Upload:
             else:
                 if self.num_bytes > self._stored_bytes:
                     self._store_part()
-                self._client.complete_multipart_upload(
-                    **self._object, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
-                )
+                self._complete_parts()
             num_bytes = self._client.head_object(**self._object)["ContentLength"]
         if num_bytes != self.num_bytes:
             raise StorageError(f"{self.key}: stored as {num_bytes} bytes, expected {self.num_bytes}")
@@ -347,14 +391,28 @@ class Upload:
     def close(self) -> None:
         """Forget what is not stored."""
         if self._part is not None:
-            self._part.close()
+            # what a full disk did not take is tried again
+            with suppress(OSError):
+                self._part.close()
 
-    def _spool(self, data: bytes) -> None:
+    def _complete_parts(self) -> None:
+        try:
+            self._client.complete_multipart_upload(
+                **self._object, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
+            )
+        except ClientError as error:
+            # so answer some stores when the reply to the first try was lost: the object is there, or it is not
+            if _code(error) != "NoSuchUpload":
+                raise
+
+    def _spool(self, data: memoryview) -> None:
         try:
             if self._part is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._part = TemporaryFile(dir=self._folder)  # noqa: SIM115  for longer than this call
             self._part.write(data)
+            # what waits in a buffer would be missed later
+            self._part.flush()
         except OSError as error:
             raise StorageError(f"{self._folder} does not take a part of {self.key}: {error}") from error
 
@@ -405,7 +463,7 @@ class _Clients:
         if style == "auto":
             # a dotted bucket name or a bare address cannot be a virtual host
             style = "path" if endpoint_url else "virtual"
-        return Session().client(
+        client = Session().client(
             "s3",
             region_name=settings.s3_region,
             endpoint_url=endpoint_url or None,
@@ -425,6 +483,14 @@ class _Clients:
                 },
             ),
         )
+        client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+        return client
+
+
+def _add_md5(params: dict[str, Any], **_: object) -> None:
+    # boto3 sends a newer checksum, and many a store refuses to delete without this one
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def content_disposition(filename: str, *, kind: str = "inline") -> str:
@@ -435,14 +501,6 @@ def content_disposition(filename: str, *, kind: str = "inline") -> str:
     folded = unicodedata.normalize("NFKD", filename).encode("ascii", "ignore").decode()
     ascii_name = _REPEATED.sub(r"\1", _UNSAFE.sub("_", folded)).lstrip("-. ") or "file"
     return f"{kind}; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(filename, safe='')}"
-
-
-def _pieces(key: str, body: Any) -> Iterator[bytes]:
-    with _translated(key):
-        try:
-            yield from body.iter_chunks(_CHUNK_BYTES)
-        finally:
-            body.close()
 
 
 class _translated:

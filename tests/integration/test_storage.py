@@ -1,5 +1,9 @@
 """The object store: written once, verified, read by range, reachable under the public name."""
 
+import hashlib
+import random
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -7,11 +11,12 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 from botocore.exceptions import BotoCoreError
+from pydantic import SecretStr
 from rushes_core import storage
 from rushes_core.errors import StorageError
 from rushes_core.settings import Settings
-from rushes_core.storage import Destination, ObjectStore, content_disposition, result_key
-from support.faults.proxy import Request, S3Fault, S3Proxy
+from rushes_core.storage import PART_BYTES, Destination, ObjectStore, content_disposition, result_key
+from support.faults.proxy import Request, Rule, S3Fault, S3Proxy
 from support.media import file_sha256
 from support.proxy import FreezableProxy
 from support.stack import SharedStack, s3_client, settings_of
@@ -23,10 +28,38 @@ def store(settings: Settings) -> ObjectStore:
 
 
 @pytest.fixture
+def proxy(settings: Settings) -> Iterator[S3Proxy]:
+    internal = urlsplit(settings.s3_endpoint_url)
+    assert internal.hostname is not None
+    assert internal.port is not None
+    with S3Proxy(internal.hostname, internal.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxied(settings: Settings, proxy: S3Proxy, tmp_path: Path) -> ObjectStore:
+    """The store as it is through `proxy`."""
+    return ObjectStore(settings.model_copy(update={"s3_endpoint_url": proxy.url, "scratch": tmp_path}))
+
+
+@pytest.fixture
 def clip(tmp_path: Path) -> Path:
     path = tmp_path / "clip.mp4"
     path.write_bytes(bytes(range(256)) * 40)
     return path
+
+
+def _striking(fault: S3Fault, method: str, part: str, *, times: int = 1_000) -> Rule:
+    """Strikes the first requests of this method whose target has this part."""
+    left = [times]
+
+    def rule(request: Request) -> S3Fault:
+        if request.method != method or part not in request.target or not left[0]:
+            return S3Fault.PASS
+        left[0] -= 1
+        return fault
+
+    return rule
 
 
 def _put(store: ObjectStore, key: str, path: Path) -> None:
@@ -176,6 +209,136 @@ def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
         proxy.freeze()
         with pytest.raises(StorageError, match="k: "):
             list(pieces)
+
+
+def test_a_connection_that_breaks_in_the_middle_of_an_object_is_followed_by_another(
+    store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy, tmp_path: Path
+) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(random.Random(3).randbytes(2_000_001))
+    _put(store, "results/broken", big)
+    proxy.rule = _striking(S3Fault.TRUNCATE_REPLY, "GET", "results/broken", times=2)
+    assert b"".join(proxied.read("results/broken", 5, 2_000_000)) == big.read_bytes()[5:]
+    assert len(proxy.seen) == 3
+
+
+def test_an_object_of_which_every_connection_brings_nothing_is_given_up(
+    store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy, clip: Path
+) -> None:
+    _put(store, "results/always", clip)
+    proxy.rule = _striking(S3Fault.TRUNCATE_REPLY, "GET", "results/always")
+    with pytest.raises(StorageError, match="results/always: "):
+        list(proxied.read("results/always", 0, 10_239))
+
+
+def test_other_bytes_than_were_asked_for_are_not_taken(
+    store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy, clip: Path
+) -> None:
+    _put(store, "results/range", clip)
+    with pytest.raises(StorageError, match="asked for bytes 0-10240, got bytes 0-10239/10240"):
+        store.read("results/range", 0, 10_240)
+    proxy.rule = _striking(S3Fault.NO_RANGE, "GET", "results/range")
+    with pytest.raises(StorageError, match="asked for bytes 5-9, got bytes 0-4/"):
+        proxied.read("results/range", 5, 9)
+    # whoever gives the whole need not say so
+    assert b"".join(proxied.read("results/range", 0, 10_239)) == clip.read_bytes()
+
+
+def test_what_a_store_without_checksums_holds_is_read_to_see_that_it_is_right(
+    proxied: ObjectStore, proxy: S3Proxy, clip: Path
+) -> None:
+    proxy.rule = _striking(S3Fault.NO_CHECKSUMS, "HEAD", "results/unchecked")
+    _put(proxied, "results/unchecked", clip)
+    assert [method for method, _, _ in proxy.seen] == ["PUT", "HEAD", "GET"]
+    other = clip.with_name("other")
+    other.write_bytes(clip.read_bytes()[::-1])
+    with pytest.raises(StorageError, match=f"expected 10240 bytes with SHA-256 {file_sha256(other)}"):
+        _put(proxied, "results/unchecked", other)
+
+
+def test_objects_are_removed_from_a_store_that_wants_an_md5_of_the_list(
+    store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy, clip: Path
+) -> None:
+    def insist(request: Request) -> S3Fault:
+        wants = request.method == "POST" and "content-md5" not in request.headers
+        return S3Fault.REFUSE if wants else S3Fault.PASS
+
+    proxy.rule = insist
+    _put(store, "results/removed/a", clip)
+    assert proxied.delete_prefix("results/removed/") == 1
+    assert store.head("results/removed/a") is None
+
+
+def test_without_credentials_no_url_is_signed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    store = ObjectStore(settings.model_copy(update={"s3_access_key_id": "", "s3_secret_access_key": SecretStr("")}))
+    with pytest.raises(StorageError, match="credentials"):
+        store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
+
+
+class TestUpload:
+    def test_has_parts_of_one_size_however_it_comes(
+        self, store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy
+    ) -> None:
+        sizes: list[int] = []
+
+        def note(request: Request) -> S3Fault:
+            if "partNumber=" in request.target:
+                sizes.append(int(request.headers["content-length"]))
+            return S3Fault.PASS
+
+        proxy.rule = note
+        data = random.Random(5).randbytes(2 * PART_BYTES + 9)
+        upload = proxied.begin("files/p/parts", max_bytes=len(data))
+        step = 1_000_003
+        for start in range(0, len(data), step):
+            upload.write(data[start : start + step])
+        upload.complete()
+        upload.close()
+        assert sizes == [PART_BYTES, PART_BYTES, 9]
+        assert upload.sha256 == hashlib.sha256(data).hexdigest()
+        assert b"".join(store.read("files/p/parts", 0, len(data) - 1)) == data
+
+    def test_is_complete_though_the_store_forgot_that_it_said_so(self, proxied: ObjectStore, proxy: S3Proxy) -> None:
+        def forget(request: Request) -> S3Fault:
+            if request.method != "POST" or "uploadId=" not in request.target:
+                return S3Fault.PASS
+            is_first = not any("uploadId=" in target for method, target, _ in proxy.seen if method == "POST")
+            return S3Fault.REPLY_LOST if is_first else S3Fault.NO_UPLOAD
+
+        proxy.rule = forget
+        upload = proxied.begin("files/p/forgotten", max_bytes=PART_BYTES + 1)
+        upload.write(bytes(PART_BYTES + 1))
+        upload.complete()
+        upload.close()
+        found = proxied.head("files/p/forgotten")
+        assert found is not None
+        assert found.num_bytes == PART_BYTES + 1
+
+    def test_that_the_store_knows_nothing_of_is_not_complete(self, proxied: ObjectStore, proxy: S3Proxy) -> None:
+        proxy.rule = _striking(S3Fault.NO_UPLOAD, "POST", "uploadId=")
+        upload = proxied.begin("files/p/unknown", max_bytes=PART_BYTES + 1)
+        upload.write(bytes(PART_BYTES + 1))
+        with pytest.raises(StorageError, match="files/p/unknown"):
+            upload.complete()
+        upload.discard()
+        upload.close()
+
+    @pytest.mark.parametrize("num_bytes", [3_000, 300_000])
+    def test_on_a_full_disk_says_so_at_once(self, store: ObjectStore, num_bytes: int) -> None:
+        upload = store.begin("files/p/full", max_bytes=num_bytes)
+        _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+        try:
+            with pytest.raises(StorageError, match="does not take a part of files/p/full"):
+                upload.write(bytes(num_bytes))
+            upload.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,12 @@ class S3Fault(StrEnum):
     """The body is taken at `bytes_per_second`."""
     REFUSE = "refuse"
     """The connection is reset at once."""
+    NO_UPLOAD = "no upload"
+    """404 NoSuchUpload, as some stores say of a multipart upload that was completed already."""
+    NO_CHECKSUMS = "no checksums"
+    """The answer tells none, as that of a store that keeps none."""
+    NO_RANGE = "no range"
+    """The answer does not say that it is a part."""
 
 
 Rule = Callable[[Request], S3Fault]
@@ -291,6 +297,9 @@ class S3Proxy(_Proxy):
             request.body = await self._read_body(reader, writer, headers, slow=fault is S3Fault.SLOW)
             if fault is S3Fault.ERROR_AFTER_BODY:
                 await _answer(writer, 500, "InternalError")
+                return
+            if fault is S3Fault.NO_UPLOAD:
+                await _answer(writer, 404, "NoSuchUpload")
                 return
             if fault is S3Fault.FLIP and request.body:
                 middle = len(request.body) // 2
@@ -338,6 +347,10 @@ class S3Proxy(_Proxy):
                 await asyncio.sleep(_POLL_SECONDS)
             _reset(writer)
             return False
+        if fault is S3Fault.NO_CHECKSUMS:
+            answer = _without(answer, b"x-amz-checksum-")
+        if fault is S3Fault.NO_RANGE:
+            answer = _without(answer, b"content-range:").replace(b" 206 Partial Content\r\n", b" 200 OK\r\n", 1)
         if fault is S3Fault.TRUNCATE_REPLY:
             head, _, body = answer.partition(b"\r\n\r\n")
             answer = head + b"\r\n\r\n" + body[: len(body) // 2]
@@ -350,6 +363,11 @@ class S3Proxy(_Proxy):
 
 def _all_pass(request: Request) -> S3Fault:
     return S3Fault.PASS
+
+
+def _without(answer: bytes, header: bytes) -> bytes:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    return b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(header)) + end + body
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
