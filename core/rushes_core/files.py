@@ -9,6 +9,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
+from rushes_core.campaigns.statements import is_to_be_read_from
 from rushes_core.models import File, Project
 
 PURPOSES = ("batch",)
@@ -59,9 +60,13 @@ def delete_file(file_id: str, *, project: str) -> Update:
 
 
 def expire() -> ReturningUpdate[str]:
-    """Make tombstones of the files whose time has come."""
+    """Make tombstones of the files whose time has come, but for those that a campaign is still to read."""
     return (
-        update(File).where(File.deleted_at.is_(None), _IS_EXPIRED).values(deleted_at=File.expires_at).returning(File.id)
+        update(File)
+        .where(File.deleted_at.is_(None), _IS_EXPIRED, ~is_to_be_read_from())
+        .values(deleted_at=File.expires_at)
+        .execution_options(synchronize_session=False)
+        .returning(File.id)
     )
 
 

@@ -266,6 +266,11 @@ def reading(file_id: str, *, project: str) -> Select[str]:
     return select(Campaign.id).where(is_so).order_by(Campaign.id).limit(1)
 
 
+def is_to_be_read_from() -> ColumnElement[bool]:
+    """Of a file: whether a campaign is still to read it."""
+    return exists().where(Campaign.input_file_id == File.id, _IS_TO_BE_READ)
+
+
 def delete_input(campaign_id: str) -> Update:
     """Make a tombstone of the file that came with a campaign, unless another one is still to be read from it."""
     own = select(Campaign.input_file_id).where(Campaign.id == campaign_id, Campaign.owns_input).scalar_subquery()
