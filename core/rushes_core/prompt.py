@@ -38,8 +38,12 @@ def check_prompt(prompt: str) -> None:
 
 
 def _is_visible(character: str) -> bool:
+    category = unicodedata.category(character)
+    if category == "Cn":
+        # emoji and ideographs that are newer than Python's tables; a plane's last two code points are no characters
+        return 0x1_0000 <= ord(character) < 0x4_0000 and ord(character) & 0xFFFE != 0xFFFE
     # separators, controls, marks with nothing to stand on, and the blanks that Unicode counts as Lo or So
-    return unicodedata.category(character)[0] not in "ZCM" and character not in "\u115f\u1160\u3164\uffa0\u2800\ufffc"
+    return category[0] not in "ZCM" and character not in "\u115f\u1160\u3164\uffa0\u2800\ufffc"
 
 
 def _refused(message: str, code: str = "invalid_value") -> InvalidRequest:

@@ -28,6 +28,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
         "\U000e0041\U000e007f",
         "\ue000\U000f0000",
         "\ufffc",
+        "\ufdd0\uffff\U0001ffff\U0003fffe",
+        "\u2065\ufff0\U000e0fff",
     ],
     ids=ascii,
 )
@@ -36,7 +38,9 @@ def test_a_prompt_without_visible_text_is_refused(prompt: str) -> None:
         check_prompt(prompt)
 
 
-@pytest.mark.parametrize("prompt", ["a", "犬", "😀", "?", "\u200ba", "1", "نص", "é", "e\u0301"])
+@pytest.mark.parametrize(
+    "prompt", ["a", "犬", "😀", "?", "\u200ba", "1", "نص", "é", "e\u0301", "\U0001fae8", "\U0003f000"]
+)
 def test_any_visible_character_makes_a_prompt(prompt: str) -> None:
     check_prompt(prompt)
 
