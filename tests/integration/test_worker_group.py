@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rushes_core.contract import InferenceContract, load_contract
 from rushes_worker.commands import (
     Advanced,
     Done,
@@ -25,8 +26,9 @@ from rushes_worker.commands import (
 from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
+from support.checkpoints import edit_json
 from support.processes import is_alive
-from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually, first_boot
+from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually, first_boot, write_contract
 
 StartGroup = Callable[..., RankGroup]
 
@@ -36,14 +38,22 @@ def start_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     groups: list[RankGroup] = []
 
-    def start(sp: int = 1, *, start_seconds: float = 60, stage_seconds: float = 60) -> RankGroup:
+    def start(
+        sp: int = 1,
+        *,
+        start_seconds: float = 60,
+        stage_seconds: float = 60,
+        contract: InferenceContract | None = None,
+        checkpoint: Path = tmp_path,
+    ) -> RankGroup:
         plan = GroupPlan(
             sp=sp,
             kind="cpu",
             visible=(),
             threads=1,
             pipeline=SCRIPTED,
-            checkpoint=tmp_path,
+            checkpoint=checkpoint,
+            contract=contract,
             start_timeout_seconds=start_seconds,
             stage_timeout_seconds=stage_seconds,
             log_level="INFO",
@@ -271,6 +281,17 @@ def test_checkpoint_that_no_rank_can_load_is_refused(
     monkeypatch.setenv("SCRIPTED_LOAD_ERROR", "a tensor is missing")
     with pytest.raises(GroupUnfit, match=f"{tmp_path}: a tensor is missing"):
         start_group()
+
+
+def test_group_does_not_load_another_checkpoint_than_the_worker_started_with(
+    start_group: StartGroup, tmp_path: Path
+) -> None:
+    checkpoint = write_contract(tmp_path / "served")
+    contract = load_contract(checkpoint)
+    start_group(checkpoint=checkpoint, contract=contract).end("its ranks are to load again")
+    edit_json(checkpoint / "fastvideo_inference.json", vsa_sparsity=0.8)
+    with pytest.raises(GroupUnfit, match=f"RUSHES_CHECKPOINT: {checkpoint}: the contract is another one"):
+        start_group(checkpoint=checkpoint, contract=contract)
 
 
 def test_idle_rank_that_dies_is_noticed(start_group: StartGroup) -> None:

@@ -6,6 +6,8 @@ Everything about a render carries its serial number, so an answer to one attempt
 from dataclasses import dataclass
 from pathlib import Path
 
+from rushes_core.contract import InferenceContract
+
 from rushes_worker.pipeline.base import RenderRequest
 from rushes_worker.pixels import PixelFormat
 
@@ -32,6 +34,8 @@ class Boot:
     collective_timeout_seconds: float
     log_level: str
     log_json: bool
+    contract: InferenceContract | None = None
+    """By which the worker serves jobs, since it started; None: whatever the checkpoint says."""
 
 
 @dataclass(frozen=True, slots=True)

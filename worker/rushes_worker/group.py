@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rushes_core.contract import InferenceContract
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
@@ -65,6 +66,8 @@ class GroupPlan:
     log_json: bool
     options: tuple[str, ...] = ()
     """Options of the pipeline."""
+    contract: InferenceContract | None = None
+    """That every epoch's checkpoint is to have; None: whichever it has."""
     host: str = ""
     """Address by which the other node's ranks find these; empty where there is no other node."""
 
@@ -213,6 +216,7 @@ class RankGroup:
                 collective_timeout_seconds=max(plan.start_timeout_seconds, plan.stage_timeout_seconds) + 30,
                 log_level=plan.log_level,
                 log_json=plan.log_json,
+                contract=plan.contract,
             )
             for rank in range(plan.sp)
         ]

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import structlog
-from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
+from rushes_core.contract import load_contract
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
 from rushes_core.log import configure_logging, get_logger
 
 from rushes_worker.child import end_with_parent, leave_signals_to_parent
@@ -65,6 +66,7 @@ class Rank:
         self._boot = boot
         self._line = line
         self._watch = LoadWatcher(line.send)
+        _check_contract(boot)
         with self._watch.stage("opening the device"):
             self._device = _open_device(boot)
         with self._watch.stage("joining the other ranks"):
@@ -223,6 +225,17 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, OutOfMemory) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _EXHAUSTED)
+
+
+def _check_contract(boot: Boot) -> None:
+    """
+    Raises:
+        CheckpointError: jobs are claimed, counted and labelled by another checkpoint than would be loaded now.
+    """
+    if boot.contract is not None and load_contract(boot.checkpoint) != boot.contract:
+        raise CheckpointError(
+            f"{boot.checkpoint}: the contract is another one than when the worker started; start the worker again"
+        )
 
 
 def _open_device(boot: Boot) -> str:

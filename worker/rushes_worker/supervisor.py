@@ -86,7 +86,7 @@ class Supervisor:
         self._port = _node_port(settings, assignment, contract, on_change=self._poke)
         claim_name(settings, self._replica_id, self._row, sleep=self._sleep)
         self._scratch = Scratch(settings.scratch, free_bytes=settings.scratch_free_bytes)
-        self._plan = _plan(settings, assignment)
+        self._plan = _plan(settings, assignment, contract)
         self._epoch = 0
         self._failures = 0
         served = contract
@@ -347,7 +347,7 @@ def _node_port(
     return NodePort(settings.node_host, settings.node_port, secret=secret, welcome=welcome, on_change=on_change)
 
 
-def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
+def _plan(settings: Settings, assignment: Assignment, contract: InferenceContract) -> GroupPlan:
     cores = len(os.sched_getaffinity(0))
     return GroupPlan(
         sp=assignment.layout.sp,
@@ -358,6 +358,7 @@ def _plan(settings: Settings, assignment: Assignment) -> GroupPlan:
         pipeline=settings.pipeline,
         options=options_of(settings),
         checkpoint=settings.checkpoint,
+        contract=contract,
         start_timeout_seconds=settings.start_timeout_seconds,
         stage_timeout_seconds=Deadlines.of(settings).longest,
         log_level=settings.log_level,
