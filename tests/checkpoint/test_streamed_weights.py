@@ -8,13 +8,14 @@ import pytest
 import torch
 from rushes_core.errors import CheckpointError
 from rushes_worker.checkpoint.directory import open_checkpoint
-from rushes_worker.checkpoint.loader import Loader
-from rushes_worker.checkpoint.shards import read_header
+from rushes_worker.checkpoint.loader import Loader, Unwatched
+from rushes_worker.checkpoint.shards import read_header, scan_shards
 from rushes_worker.checkpoint.streaming import Staging, StreamedWeights
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from rushes_worker.commands import Loading
 from rushes_worker.loading import LoadWatcher
 from safetensors.torch import save_file
+from support.checkpoints import edit_tensors
 
 BUFFER_BYTES = 100
 """Less than a row of the widest tensor, and no multiple of any row."""
@@ -145,3 +146,25 @@ def test_load_tells_its_stages_and_how_far_it_is(tmp_path: Path, monkeypatch: py
     assert done[-1] < told[-1].total_bytes
     assert told[-1].bytes_per_second is not None
     assert told[-1].seconds_left is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("component", "name"), [("vae", "decoder.proj_in.bias"), ("transformer", "transformer_blocks.1.ff.net.2.weight")]
+)
+def test_weight_that_is_not_finite_is_named_when_its_component_was_read(
+    damaged: Path, component: str, name: str, value: float
+) -> None:
+    file = scan_shards(damaged / component).tensors[name].path
+    edit_tensors(file, lambda tensors: tensors[name].view(-1)[-1:].fill_(value))
+    with Loader(open_checkpoint(damaged), torch.device("cpu"), Unwatched()) as loader:
+
+        def take(*parts: slice) -> None:
+            with loader.component(component) as weights:
+                for rows in parts:
+                    weights.get(name, rows=rows)
+
+        # the part of another rank does not count
+        take(slice(0, 0), slice(0, 1))
+        with pytest.raises(CheckpointError, match=f"/{component}: {name} has values that are not finite"):
+            take(slice(0, 1), slice(1, None))

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from rushes_core.errors import CheckpointError
 from torch import Tensor
 
 from rushes_worker.checkpoint.directory import COMPONENTS, Checkpoint
@@ -53,12 +54,20 @@ class Loader:
 
     @contextmanager
     def component(self, name: str) -> Iterator[WeightSource]:
-        """The weights of component `name`, to be taken within the block."""
+        """The weights of component `name`, to be taken within the block.
+
+        Raises:
+            CheckpointError: behind the block: a file has changed, or something that was taken is not finite.
+        """
         with self._watch.stage(f"loading {name}"):
             weights = self._checkpoint.weights(name, self._staging)
-            yield _Watched(weights, self._checkpoint.manifest(name), self._watch)
+            watched = _Watched(weights, self._checkpoint.manifest(name), self._watch)
+            yield watched
             if isinstance(weights, StreamedWeights):
                 weights.close()
+            if unusable := watched.not_finite():
+                folder = self._checkpoint.path / name
+                raise CheckpointError(f"{folder}: {unusable[0]} has values that are not finite: the file is damaged")
 
 
 class _Watched:
@@ -68,8 +77,20 @@ class _Watched:
         self._weights = weights
         self._left = {name: spec.num_bytes for name, spec in manifest.items() if spec.used}
         self._watch = watch
+        self._extremes: list[tuple[str, Tensor]] = []
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         tensor = self._weights.get(name, rows=rows, columns=columns)
         self._watch.add(self._left.pop(name, 0), tensor.nbytes)
+        if tensor.numel():
+            # one pass over what has just arrived, that nobody waits for
+            self._extremes.append((name, torch.stack(torch.aminmax(tensor)).float()))
         return tensor
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors, of those taken, that have infinities or no numbers in them. Waits for the device."""
+        if not self._extremes:
+            return []
+        names, extremes = zip(*self._extremes, strict=True)
+        are_finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
+        return [name for name, is_finite in zip(names, are_finite, strict=True) if not is_finite]
