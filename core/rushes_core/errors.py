@@ -5,6 +5,7 @@ RushesError
 ├── SchemaMismatch              the database's schema is not one that this release works with
 ├── StorageError                the object store refused or lost something
 │   ├── ObjectMissing           there is no such object, or no such bucket
+│   ├── BucketMissing           there is no bucket that it could be in
 │   └── StorageRefused          the store does not allow it
 ├── InvalidRequest              what a client sent is wrong; never retried, never counts against a worker
 ├── JobNotFound                 no such job in this project
@@ -51,6 +52,10 @@ class StorageError(RushesError):
 
 class ObjectMissing(StorageError):
     """There is no object under this key, or no such bucket."""
+
+
+class BucketMissing(StorageError):
+    """There is no such bucket, where an object was asked for or a list of them."""
 
 
 class StorageRefused(StorageError):

@@ -22,13 +22,17 @@ from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ResponseStreamingError
 
-from rushes_core.errors import ObjectMissing, StorageError, StorageRefused
+from rushes_core.errors import BucketMissing, ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
 from rushes_core.variants import VIDEO
 
 _BINARY = "application/octet-stream"
-_ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
-_REFUSED = frozenset({"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
+_KINDS: dict[str, type[StorageError]] = {
+    **dict.fromkeys(("404", "NoSuchKey", "NotFound"), ObjectMissing),
+    "NoSuchBucket": BucketMissing,
+    **dict.fromkeys(("403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), StorageRefused),
+}
+"""What is raised, by the code of the store's answer."""
 _BROKEN = (ResponseStreamingError, IncompleteReadError)
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
@@ -223,9 +227,13 @@ class ObjectStore:
         return url
 
     def delete_prefix(self, prefix: str) -> int:
-        """Remove every object below `prefix` and return how many there were."""
+        """Remove every object below `prefix` and return how many there were.
+
+        Raises:
+            BucketMissing, StorageError
+        """
         count = 0
-        with _translated(prefix):
+        with _translated(f"{self.bucket}/{prefix}"):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
                 keys = [item["Key"] for item in page.get("Contents", ())]
                 self.delete_keys(keys)
@@ -236,7 +244,7 @@ class ObjectStore:
         """Remove objects, at most 1,000 of them; one that is not there is removed."""
         if not keys:
             return
-        with _translated(keys[0]):
+        with _translated(f"{self.bucket}/{keys[0]}"):
             answer = self._client.delete_objects(
                 Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
             )
@@ -247,7 +255,7 @@ class ObjectStore:
         """Everything below `prefix`, in pages of at most 1,000."""
         pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
         while True:
-            with _translated(prefix):
+            with _translated(f"{self.bucket}/{prefix}"):
                 page = next(pages, None)
             if page is None:
                 return
@@ -256,7 +264,7 @@ class ObjectStore:
     def abort_uploads(self, prefix: str, *, before: datetime) -> list[str]:
         """End the multipart uploads below `prefix` that began before that time and were not completed; their keys."""
         aborted: list[str] = []
-        with _translated(prefix):
+        with _translated(f"{self.bucket}/{prefix}"):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
                 if upload["Initiated"] < before and self._abort(upload):
@@ -514,9 +522,7 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (BotoCoreError, ClientError)):
-            code = _code(error)
-            raised = ObjectMissing if code in _ABSENT else StorageRefused if code in _REFUSED else StorageError
-            raise raised(f"{self._what}: {error}") from error
+            raise _KINDS.get(_code(error), StorageError)(f"{self._what}: {error}") from error
 
 
 def _code(error: BaseException | None) -> str:

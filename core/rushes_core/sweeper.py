@@ -3,10 +3,10 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from sqlalchemy import Engine, Select, Update, text
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from rushes_core import files, jobs, leftovers, replicas
 from rushes_core.campaigns import statements
 from rushes_core.database import create_sync_engine
-from rushes_core.errors import StorageError
+from rushes_core.errors import BucketMissing, StorageError
 from rushes_core.log import get_logger
 from rushes_core.models import File, Job
 from rushes_core.settings import Settings
@@ -35,6 +35,8 @@ _Owner = TypeVar("_Owner", Job, File)
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
 """Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything."""
+_MAX_STUCK = 1_000
+"""Those that the passes to come leave out until they have seen all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,33 @@ class Orphan:
     modified: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class _Removal(Generic[_Owner]):
+    """Which rows' objects are removed, how, and what is written down and logged then."""
+
+    find: Callable[..., Select[_Owner]]
+    remove: Callable[[_Owner], object]
+    mark: Callable[[str], Update]
+    event: str
+    stuck: set[str] = field(default_factory=set[str])
+    """Ids of those whose objects stayed."""
+
+
 class Sweeper:
     """One pass each of what has to be done; whoever holds it repeats them."""
 
     def __init__(self, settings: Settings) -> None:
         self._engine: Engine = create_sync_engine(settings, pool_size=2)
         self._store = ObjectStore(settings)
-        self._retention_days = settings.retention_days
+        self._deleted_jobs = _Removal(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
+        self._deleted_files = _Removal(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
+        outlived: list[Callable[..., Select[Job]]] = [leftovers.results_past_their_time]
+        if settings.retention_days:
+            outlived.append(partial(leftovers.outlived_results, days=settings.retention_days))
+        self._outlived = [
+            _Removal(find, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
+            for find in outlived
+        ]
         self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
         self._reap_from = float("-inf")
         # made once: SQLAlchemy takes longer to build them than to have them run
@@ -80,20 +102,29 @@ class Sweeper:
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request; and those of files that were
         deleted or have had their time."""
-        self._remove_objects(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
+        self._remove_objects(self._deleted_jobs)
         with self._engine.begin() as connection:
             expired = connection.scalars(self._expire_files).all()
         for file_id in expired:
             log.info("file_expired", file_id=file_id)
-        self._remove_objects(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
+        self._remove_objects(self._deleted_files)
 
     def purge_again(self) -> None:
         """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
+        failures: list[StorageError] = []
         for job in purged:
-            if count := self._remove_objects_of(job):
+            try:
+                count = self._remove_objects_of(job)
+            except StorageError as error:
+                failures.append(error)
+                if len(failures) == _MAX_FAILURES:
+                    break
+                continue
+            if count:
                 log.info("late_objects_removed", job_id=job.id, count=count)
+        _raise_first(failures)
 
     def tidy(self) -> None:
         """Remove what has had its time: old keys and dry runs, idle shares, unfinished uploads, clips beyond retention.
@@ -113,10 +144,19 @@ class Sweeper:
         A result key names its attempt's fence. The attempt can still complete only while the row holds that fence under
         a lease, and rows are read after the listing: an object that is an orphan then stays one.
         """
-        for store in self._store.buckets:
-            yield from self._orphans_below(RESULTS, store, partial(self._orphaned_results, store.bucket), delete=delete)
+        places: list[tuple[str, ObjectStore, Callable[[list[StoredItem]], list[Orphan]]]] = [
+            (RESULTS, store, partial(self._orphaned_results, store.bucket)) for store in self._store.buckets
+        ]
         # a file gets its row within seconds of its object, or never
-        yield from self._orphans_below(FILES, self._store, self._orphaned_files, delete=delete)
+        places.append((FILES, self._store, self._orphaned_files))
+        failures: list[StorageError] = []
+        for prefix, store, sift in places:
+            try:
+                yield from self._orphans_below(prefix, store, sift, delete=delete)
+            except StorageError as error:
+                # what is in the others is found all the same
+                failures.append(error)
+        _raise_first(failures)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -142,12 +182,21 @@ class Sweeper:
         destination = Destination.of(job.request)
         prefix = destination.prefix(job.project, job.id)
         store = self._store.in_bucket(destination.bucket)
-        count = store.delete_prefix(prefix)
+        count = self._remove_below(prefix, store)
         if job.result is not None:
             of_result = self._store.in_bucket(bucket_of_result(job.request, job.result))
             if of_result.bucket != store.bucket or not job.result["key"].startswith(prefix):
-                count += of_result.delete_prefix(_folder(job.result["key"]))
+                count += self._remove_below(_folder(job.result["key"]), of_result)
         return count
+
+    def _remove_below(self, prefix: str, store: ObjectStore) -> int:
+        try:
+            return store.delete_prefix(prefix)
+        except BucketMissing:
+            if store.bucket in [known.bucket for known in self._store.buckets]:
+                raise
+            # no bucket of this deployment any more, and removed with all that was in it
+            return 0
 
     def _orphans_below(
         self, prefix: str, store: ObjectStore, sift: Callable[[list[StoredItem]], list[Orphan]], *, delete: bool
@@ -199,43 +248,38 @@ class Sweeper:
         ]
 
     def _remove_outlived(self) -> None:
-        finds: list[Callable[..., Select[Job]]] = [leftovers.results_past_their_time]
-        if self._retention_days:
-            finds.append(partial(leftovers.outlived_results, days=self._retention_days))
-        for find in finds:
-            self._remove_objects(find, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
+        for removal in self._outlived:
+            self._remove_objects(removal)
 
     def _remove_object_of(self, file: File) -> None:
         self._store.delete_keys([file_key(file.project, file.id)])
 
-    def _remove_objects(
-        self,
-        find: Callable[..., Select[_Owner]],
-        remove: Callable[[_Owner], object],
-        mark: Callable[[str], Update],
-        event: str,
-    ) -> None:
-        """Remove the objects of every job or file that `find` finds, and mark each.
+    def _remove_objects(self, removal: _Removal[_Owner]) -> None:
+        """Remove the objects of every job or file that is found, and mark each.
 
-        One whose objects stay is passed over: one locked object must not hold up all others.
+        One whose objects stay is passed over: locked objects must not hold up all others, however many they are.
         """
-        failed: set[str] = set()
-        while len(failed) < _MAX_FAILURES:
+        stuck = removal.stuck
+        most = len(stuck) + _MAX_FAILURES
+        while len(stuck) < most:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
-                found = session.scalars(find(skip=failed)).all()
+                found = session.scalars(removal.find(skip=stuck)).all()
             if not found:
+                stuck.clear()
                 return
             for row in found:
                 said = {"job_id" if isinstance(row, Job) else "file_id": row.id}
                 try:
-                    remove(row)
+                    removal.remove(row)
                 except StorageError as error:
-                    failed.add(row.id)
+                    stuck.add(row.id)
                     log.warning("objects_stay", error=str(error).splitlines()[0], **said)
                     continue
                 with self._engine.begin() as connection:
-                    connection.execute(mark(row.id))
-                log.info(event, **said)
+                    connection.execute(removal.mark(row.id))
+                log.info(removal.event, **said)
+        if len(stuck) >= _MAX_STUCK:
+            stuck.clear()
 
     def _forget_keys(self) -> None:
         while True:
@@ -253,9 +297,15 @@ class Sweeper:
 
     def _abort_uploads(self) -> None:
         before = datetime.now(UTC) - self._orphan_age
+        failures: list[StorageError] = []
         for store, prefix in (*((store, RESULTS) for store in self._store.buckets), (self._store, FILES)):
-            for key in store.abort_uploads(prefix, before=before):
-                log.info("upload_aborted", key=key)
+            try:
+                for key in store.abort_uploads(prefix, before=before):
+                    log.info("upload_aborted", key=key)
+            except StorageError as error:
+                # those of the others are ended all the same
+                failures.append(error)
+        _raise_first(failures)
 
     def _forget_idle_shares(self) -> None:
         try:
@@ -266,6 +316,11 @@ class Sweeper:
                 connection.execute(leftovers.forget_idle_shares())
         except OperationalError as error:
             log.debug("shares_busy", error=str(error).splitlines()[0])
+
+
+def _raise_first(failures: list[StorageError]) -> None:
+    if failures:
+        raise failures[0]
 
 
 def _folder(key: str) -> str:

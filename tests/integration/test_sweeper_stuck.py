@@ -1,0 +1,102 @@
+"""What a bucket that is gone, or gives nothing away, keeps the sweeper from: nothing elsewhere."""
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rushes_core import jobs, leftovers
+from rushes_core.errors import StorageError
+from rushes_core.models import Job
+from rushes_core.settings import Settings
+from rushes_core.storage import FILES, PART_BYTES, ObjectStore, file_key, result_key
+from rushes_core.sweeper import Sweeper
+from support.job_rows import JobRows
+from support.media import file_sha256
+from support.stack import s3_client
+
+GONE = "gone-bucket"
+
+
+@pytest.fixture
+def store(settings: Settings) -> Iterator[ObjectStore]:
+    store = ObjectStore(settings)
+    yield store
+    store.delete_prefix("")
+
+
+@pytest.fixture
+def sweeper(settings: Settings) -> Iterator[Sweeper]:
+    """Of a deployment that still names the bucket which is gone."""
+    sweeper = Sweeper(settings.model_copy(update={"s3_output_buckets": GONE}))
+    yield sweeper
+    sweeper.close()
+
+
+def deleted(rows: JobRows, **values: Any) -> Job:
+    job = rows.add(**values)
+    rows.run(jobs.delete_job(job.id, project="default"))
+    return job
+
+
+def test_jobs_whose_objects_stay_hold_up_no_others_however_many_they_are(sweeper: Sweeper, rows: JobRows) -> None:
+    stuck = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(41)]
+    free = deleted(rows)
+    for _ in range(3):
+        sweeper.purge()
+    assert rows.read(free.id).purged_at is not None
+    assert [rows.read(job.id).purged_at for job in stuck] == [None] * 41
+    # the oldest are tried again
+    assert rows.run(leftovers.unpurged(limit=1)).id == stuck[0].id
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ObjectStore, "delete_prefix", lambda store, prefix: 0)
+        sweeper.purge()
+    assert rows.read(stuck[0].id).purged_at is not None
+
+
+def test_jobs_in_a_bucket_that_is_gone_for_good_are_purged(settings: Settings, rows: JobRows) -> None:
+    job = deleted(rows, request={"output": {"bucket": GONE}}, prompt="secret")
+    sweeper = Sweeper(settings)
+    sweeper.purge()
+    sweeper.close()
+    purged = rows.read(job.id)
+    assert purged.purged_at is not None
+    assert purged.prompt == ""
+
+
+def test_late_objects_are_removed_though_others_cannot_be(
+    sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path
+) -> None:
+    for job in (deleted(rows, request={"output": {"bucket": GONE}}), late := deleted(rows)):
+        rows.run(leftovers.mark_purged(job.id).returning(Job))
+    clip = tmp_path / "clip"
+    clip.write_bytes(b"clip")
+    key = result_key("default", late.id, 9, 9)
+    store.put_file(key, clip, content_type="video/mp4", sha256=file_sha256(clip))
+    with pytest.raises(StorageError, match=GONE):
+        sweeper.purge_again()
+    assert store.head(key) is None
+
+
+def test_uploads_and_orphans_elsewhere_are_found(
+    sweeper: Sweeper, rows: JobRows, store: ObjectStore, stack_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, unfinished = (store.begin(file_key("default", f"file_{n}"), max_bytes=PART_BYTES) for n in range(2))
+    whole.write(b"line")
+    whole.complete()
+    unfinished.write(bytes(PART_BYTES))
+    for one in (whole, unfinished):
+        one.close()
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(days=2)
+
+    monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
+    sweeper.tidy()
+    assert "Uploads" not in s3_client(stack_env).list_multipart_uploads(Bucket=store.bucket, Prefix=FILES)
+    with pytest.raises(StorageError, match=GONE):
+        list(sweeper.orphans(delete=True))
+    assert store.head(whole.key) is None
