@@ -85,8 +85,11 @@ def test_sound_that_is_not_finite_is_refused(reporter: RankReporter, bad: float)
 
 def test_full_disk_is_an_error_of_the_attempt(reporter: RankReporter, tmp_path: Path) -> None:
     tmp_path.joinpath("unit-000.raw").symlink_to("/dev/full")
-    with pytest.raises(GenerationError, match="unit 0 could not be written"):
+    tmp_path.joinpath("audio.npy").symlink_to("/dev/full")
+    with pytest.raises(GenerationError, match="unit 0 could not be written: No space left on device"):
         reporter.frames(0, np.zeros((9, 48, 64, 3), np.uint8))
+    with pytest.raises(GenerationError, match="the sound could not be written: No space left on device"):
+        reporter.audio(np.zeros((2, 5), np.float32))
 
 
 def test_boundary_stops_after_the_supervisor_said_so(reporter: RankReporter, supervisor: Connection) -> None:

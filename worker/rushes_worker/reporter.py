@@ -1,6 +1,7 @@
 """The rank's side of a render: progress, boundaries, raw frames and sound on their way to the supervisor."""
 
 from collections.abc import Callable
+from io import BytesIO
 
 import numpy as np
 from rushes_core.errors import GenerationError, InvalidOutput, NotFinite
@@ -90,7 +91,8 @@ class RankReporter:
             )
         path = self._command.directory / f"unit-{unit:03}.raw"
         try:
-            np.ascontiguousarray(frames).tofile(path)
+            # numpy's own writer forgets what the system says, and the last bytes where they alone find no room
+            path.write_bytes(np.ascontiguousarray(frames).data)
         except OSError as error:
             raise GenerationError(f"unit {unit} could not be written: {error.strerror}", stage="decoding") from error
         self._line.send(UnitReady(self._command.serial, unit, path, len(frames), pixels))
@@ -101,8 +103,10 @@ class RankReporter:
         if not np.isfinite(samples).all():
             raise NotFinite("the sound has samples that are not finite", stage="decoding")
         path = self._command.directory / "audio.npy"
+        content = BytesIO()
+        np.save(content, samples, allow_pickle=False)
         try:
-            np.save(path, samples, allow_pickle=False)
+            path.write_bytes(content.getbuffer())
         except OSError as error:
             raise GenerationError(f"the sound could not be written: {error.strerror}", stage="decoding") from error
         self._line.send(AudioReady(self._command.serial, path))
