@@ -14,7 +14,7 @@ from rushes_api import app as app_module
 from rushes_api import auth, eta, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
-from rushes_core import keys, patience, storage
+from rushes_core import keys, storage, time_limit
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.ids import new_video_id
@@ -177,7 +177,7 @@ def test_streams_and_the_pulse_outlive_connections_that_never_answer_again(
     api_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # much longer than until the database counts as silent
-    monkeypatch.setattr(patience, "WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(time_limit, "WAIT_SECONDS", 5.0)
     driver = JobDriver(api_settings)
     with (
         relayed(api_settings) as (settings, proxy),
@@ -201,7 +201,7 @@ class TestStranded:
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # nothing is given up before it is stranded, however busy the machine is
-        monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(time_limit, "WAIT_SECONDS", 60.0)
         monkeypatch.setattr(eta, "STALE_SECONDS", 60.0)
         monkeypatch.setattr(readiness, "CHECK_SECONDS", 60.0)
         monkeypatch.setattr(pauses, "WAIT_SECONDS", 60.0)
@@ -214,7 +214,7 @@ class TestStranded:
         """Strand what is connected, and have what is asked on it given up soon; what is asked afterwards is not."""
         proxy.strand()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patience, "WAIT_SECONDS", 0.3)
+            patch.setattr(time_limit, "WAIT_SECONDS", 0.3)
             patch.setattr(eta, "STALE_SECONDS", 0.3)
             yield
         assert proxy.num_held, "the fault was not met"
@@ -272,7 +272,7 @@ class TestStranded:
                 # so that the use is not noted before nothing comes back any more
                 other.execute("SELECT FROM api_keys FOR UPDATE")
                 # it is given up so long after it was begun, and stranded before
-                monkeypatch.setattr(patience, "WAIT_SECONDS", 3.0)
+                monkeypatch.setattr(time_limit, "WAIT_SECONDS", 3.0)
                 assert (await known.caller([f"Bearer {secret.text}"])).is_stored
                 with self.stranded(proxy):
                     other.rollback()
@@ -336,11 +336,11 @@ class TestStranded:
             monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.2)
             proxy.strand()
             # that is when the check is given up: much later than it is answered
-            monkeypatch.setattr(patience, "WAIT_SECONDS", 5.0)
+            monkeypatch.setattr(time_limit, "WAIT_SECONDS", 5.0)
             assert (await checked.check())["database"] == "did not answer within 0.2 seconds"
             assert proxy.num_held
             monkeypatch.setattr(readiness, "CHECK_SECONDS", 60.0)
-            monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+            monkeypatch.setattr(time_limit, "WAIT_SECONDS", 60.0)
             while (await checked.check())["database"] != "ok":
                 pass
 

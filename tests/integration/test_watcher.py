@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rushes_api.watch import Seat, Update, Watcher, watching
-from rushes_core import patience
+from rushes_core import time_limit
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.models import Job
@@ -115,7 +115,7 @@ def test_who_sits_down_during_a_look_is_told_nothing_older_than_what_it_has_seen
 def test_each_of_its_questions_may_take_as_long_as_one(
     api_settings: Settings, driver: JobDriver, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(time_limit, "WAIT_SECONDS", 3.0)
 
     async def be_slow(num_answers: int) -> None:
         await asyncio.sleep(2.0)
@@ -142,9 +142,9 @@ def test_a_change_whose_story_the_database_kept_to_itself_is_told_later(
         async def strand(num_answers: int) -> None:
             if num_answers == 1:
                 proxy.strand()
-                monkeypatch.setattr(patience, "WAIT_SECONDS", 1.0)
+                monkeypatch.setattr(time_limit, "WAIT_SECONDS", 1.0)
             elif proxy.num_held:
-                monkeypatch.setattr(patience, "WAIT_SECONDS", 60.0)
+                monkeypatch.setattr(time_limit, "WAIT_SECONDS", 60.0)
 
         async def story(told: Told) -> None:
             seat = told.seated(job)
