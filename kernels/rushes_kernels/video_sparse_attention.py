@@ -28,8 +28,9 @@ from torch import Tensor
 from rushes_kernels.block_sparse_attention import block_sparse_attention
 from rushes_kernels.coarse import coarse_means, score_tiles
 from rushes_kernels.norm import HeadNorm, rms_norm_rotate
+from rushes_kernels.nvrtc import KernelError
 from rushes_kernels.plain import may_run_kernel
-from rushes_kernels.providers import Provider, choose_provider
+from rushes_kernels.providers import Provider, can_build_triton, choose_provider
 
 VIDEO_BOX = (4, 4, 4)
 """Frames, rows and columns of a video tile that the released students were trained with (64 rows)."""
@@ -286,7 +287,15 @@ def prepare_video_sparse_attention(
         return
     tiles = tile_map([1], (1, 1, 8)).to(device)
     x_SHD = torch.zeros(tiles.num_rows, 1, head_dim, dtype=dtype, device=device)
-    video_sparse_attention(x_SHD, x_SHD, x_SHD, x_SHD, tiles, sparsity=0.5, provider=provider)
+    try:
+        video_sparse_attention(x_SHD, x_SHD, x_SHD, x_SHD, tiles, sparsity=0.5, provider=provider)
+    except Exception as error:
+        # Triton raises whatever came of what is missing, and needs none of it where its cache has everything
+        if provider is Provider.TRITON and not can_build_triton():
+            raise KernelError(
+                f"Triton needs a C compiler, Python's headers and a cache that it may write to: {error}"
+            ) from error
+        raise
     torch.cuda.synchronize(device)
 
 

@@ -2,7 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rushes_kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_ref, check_lists
+from rushes_kernels.nvrtc import KernelError
 from rushes_kernels.providers import Provider, choose_provider
+from rushes_kernels.video_sparse_attention import prepare_video_sparse_attention
 from support.tile_lists import Problem
 
 CPU = torch.device("cpu")
@@ -91,6 +93,11 @@ class TestChooseProvider:
         with pytest.raises(ValueError, match="triton is not installed; install it or ask for torch"):
             choose_provider("cuda", dtype=torch.bfloat16, head_dim=128)
         assert choose_provider("cuda", dtype=torch.bfloat16, head_dim=128, wanted="torch") is Provider.TORCH
+
+    def test_what_triton_cannot_be_built_with_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rushes_kernels.video_sparse_attention.can_build_triton", lambda: False)
+        with pytest.raises(KernelError, match="Triton needs a C compiler, Python's headers and a cache"):
+            prepare_video_sparse_attention(Provider.TRITON, "cpu", dtype=torch.float32, head_dim=16)
 
     @pytest.mark.parametrize("wanted", [Provider.HOPPER, Provider.TRITON])
     def test_provider_that_cannot_serve_is_refused(self, wanted: Provider) -> None:
