@@ -482,6 +482,8 @@ class _Clients:
                 signature_version="s3v4",
                 tcp_keepalive=True,
                 max_pool_connections=_CONNECTIONS,
+                # everything is read by range, and some stores say the checksum of the whole then
+                response_checksum_validation="when_required",
                 s3={"addressing_style": style},
                 **{
                     "connect_timeout": 3,

@@ -244,6 +244,14 @@ def test_other_bytes_than_were_asked_for_are_not_taken(
     assert b"".join(proxied.read("results/range", 0, 10_239)) == clip.read_bytes()
 
 
+def test_a_part_is_not_held_against_the_checksum_of_the_whole(
+    store: ObjectStore, proxied: ObjectStore, proxy: S3Proxy, clip: Path
+) -> None:
+    _put(store, "results/part", clip)
+    proxy.rule = _striking(S3Fault.WHOLE_CHECKSUM, "GET", "results/part")
+    assert b"".join(proxied.read("results/part", 5, 9)) == clip.read_bytes()[5:10]
+
+
 def test_what_a_store_without_checksums_holds_is_read_to_see_that_it_is_right(
     proxied: ObjectStore, proxy: S3Proxy, clip: Path
 ) -> None:

@@ -255,6 +255,8 @@ class S3Fault(StrEnum):
     """404 NoSuchUpload, as some stores say of a multipart upload that was completed already."""
     NO_CHECKSUMS = "no checksums"
     """The answer tells none, as that of a store that keeps none."""
+    WHOLE_CHECKSUM = "whole checksum"
+    """Whoever asks for the checksum of a part is told that of the whole, as some stores do."""
     NO_RANGE = "no range"
     """The answer does not say that it is a part."""
 
@@ -349,6 +351,8 @@ class S3Proxy(_Proxy):
             return False
         if fault is S3Fault.NO_CHECKSUMS:
             answer = _without(answer, b"x-amz-checksum-")
+        if fault is S3Fault.WHOLE_CHECKSUM and "x-amz-checksum-mode" in request.headers:
+            answer = answer.replace(b"\r\n", b"\r\nx-amz-checksum-crc32: 4AAr8A==\r\n", 1)
         if fault is S3Fault.NO_RANGE:
             answer = _without(answer, b"content-range:").replace(b" 206 Partial Content\r\n", b" 200 OK\r\n", 1)
         if fault is S3Fault.TRUNCATE_REPLY:
