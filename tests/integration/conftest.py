@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rushes_api import auth, limits, lookup
 from rushes_api.app import create_app
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
@@ -18,8 +19,25 @@ from support.files import Contents
 from support.job_rows import JobRows
 from support.receiver import Receiver
 from support.stack import SharedStack
+from support.waiting import wait_for_day_with
 from support.webhooks import Hooks, SenderThread
 from support.worker import Jobs, StartWorker, starting_workers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patient() -> Iterator[None]:
+    """Have the API in this process wait for servers that are only late, as they are on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auth, "LOOKUP_SECONDS", 60.0)
+        patch.setattr(limits, "REDIS_SECONDS", 60.0)
+        patch.setattr(lookup, "WAIT_SECONDS", 8.0)
+        yield
+
+
+@pytest.fixture
+def one_day() -> None:
+    """The test begins and ends on one day by UTC."""
+    wait_for_day_with(seconds=120)
 
 
 @pytest.fixture(scope="module")

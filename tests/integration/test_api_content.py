@@ -287,7 +287,7 @@ class TestVariant:
     def test_a_redirect_leads_to_it(self, redirecting: TestClient, rich: str, name: str) -> None:
         response = redirecting.get(rich, params={"variant": name})
         assert response.status_code == 302
-        with httpx.Client() as anybody:
+        with httpx.Client(timeout=60) as anybody:
             answer = anybody.get(response.headers["location"])
         assert answer.content == BESIDE[name]
         assert answer.headers["content-type"] == TYPES[name]
@@ -397,7 +397,7 @@ def test_content_comes_from_the_bucket_and_prefix_that_the_request_named(
         for name, data in {"video": b"clip", **BESIDE}.items():
             response = client.get(f"/v1/videos/{video_id}/content", params={"variant": name})
             if delivery == "redirect":
-                response = httpx.get(response.headers["location"])
+                response = httpx.get(response.headers["location"], timeout=60)
             assert response.content == data
     # a bucket that is taken off the list keeps what it has
     with TestClient(create_app(api_settings), headers=AUTHORIZED) as client:
@@ -453,7 +453,7 @@ class TestFilename:
     ) -> None:
         video_id = prompted(client, driver, tmp_path, '雪 "quoted"\n../x')
         url = redirecting.get(f"/v1/videos/{video_id}/content").headers["location"]
-        with httpx.Client() as anybody:
+        with httpx.Client(timeout=60) as anybody:
             at_store = anybody.get(url).headers["content-disposition"]
         assert at_store == client.get(f"/v1/videos/{video_id}/content").headers["content-disposition"]
 
@@ -471,7 +471,7 @@ class TestRedirect:
         response = redirecting.get(content)
         assert response.status_code == 302
         assert response.headers["cache-control"] == "no-store"
-        with httpx.Client() as anybody:
+        with httpx.Client(timeout=60) as anybody:
             part = anybody.get(response.headers["location"], headers={"Range": "bytes=10-19"})
             assert (part.status_code, part.content) == (206, CLIP[10:20])
             assert part.headers["content-type"] == "video/mp4"
@@ -518,7 +518,7 @@ class TestRedirect:
         assert response.status_code == 200
         answer = response.json()
         assert answer.keys() == {"url", "expires_at"}
-        with httpx.Client() as anybody:
+        with httpx.Client(timeout=60) as anybody:
             assert anybody.get(answer["url"]).content == CLIP
 
     def test_the_parameter_is_checked(self, redirecting: TestClient, client: TestClient, content: str) -> None:

@@ -23,14 +23,6 @@ from support.proxy import FreezableProxy
 PATIENT_SECONDS = 60.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _patient() -> Iterator[None]:
-    """Have every process count in Redis, however late that answers on a busy machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "REDIS_SECONDS", PATIENT_SECONDS)
-        yield
-
-
 @contextmanager
 def frozen_redis(settings: Settings) -> Iterator[tuple[Settings, FreezableProxy]]:
     """Settings whose Redis lies behind a relay that can be frozen; it flows at first."""
@@ -266,7 +258,7 @@ class TestCache:
             relayed = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
 
             async def body(api_keys: ApiKeys) -> None:
-                monkeypatch.setattr(auth, "LOOKUP_SECONDS", 30.0)
+                monkeypatch.setattr(auth, "LOOKUP_SECONDS", PATIENT_SECONDS)
                 caller = await api_keys.caller(header)
                 monkeypatch.setattr(auth, "LOOKUP_SECONDS", 0.2)
                 proxy.freeze()
@@ -277,7 +269,7 @@ class TestCache:
                 with pytest.raises(Unavailable):
                     await api_keys.caller(header)
                 proxy.thaw()
-                monkeypatch.setattr(auth, "LOOKUP_SECONDS", 30.0)
+                monkeypatch.setattr(auth, "LOOKUP_SECONDS", PATIENT_SECONDS)
                 assert await api_keys.caller(header) == caller
 
             self.run(api_settings.model_copy(update={"database_url": relayed}), body)

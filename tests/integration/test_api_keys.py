@@ -104,6 +104,7 @@ class TestKeys:
         assert key["secret"] not in dump
         assert not any(key["secret"] in (body or "") for body in bodies)
 
+    @pytest.mark.usefixtures("one_day")
     def test_a_key_has_what_it_was_made_with(self, client: TestClient) -> None:
         create_project(client, "whole")
         wanted: dict[str, Any] = {

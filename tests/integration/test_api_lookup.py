@@ -173,13 +173,17 @@ def test_a_row_that_is_read_so_is_shown_as_any_other(client: TestClient) -> None
     client.post(f"/v1/videos/{video_id}/cancel")
 
 
-def test_a_job_is_shown_although_nobody_can_count_those_ahead(api_settings: Settings, client: TestClient) -> None:
+def test_a_job_is_shown_although_nobody_can_count_those_ahead(
+    api_settings: Settings, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "WAIT_SECONDS", 2.0)
     video_id = post(client)
     with psycopg.connect(libpq_url(settings_env(api_settings))) as other:
         # the job itself is read without this table
         other.execute("LOCK TABLE project_shares")
         answer = client.get(f"/v1/videos/{video_id}")
         other.rollback()
+    monkeypatch.undo()
     assert answer.status_code == 200, answer.text
     assert (answer.json()["status"], answer.json()["queue"]["position"]) == ("queued", None)
     assert client.get(f"/v1/videos/{video_id}").json()["queue"]["position"] is not None

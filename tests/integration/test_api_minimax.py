@@ -127,7 +127,7 @@ class TestTask:
         assert "content" not in failed
 
     def test_its_clip_is_fetched_without_a_key(self, api_settings: Settings, driver: JobDriver, tmp_path: Path) -> None:
-        with ThreadedApi(api_settings) as api, httpx.Client(base_url=api.url) as client:
+        with ThreadedApi(api_settings) as api, httpx.Client(base_url=api.url, timeout=60) as client:
             client.headers.update(AUTHORIZED)
             task_id = client.post(CREATE, json=REQUEST).json()["task_id"]
             driver.complete(task_id, CLIP, tmp_path)
@@ -140,10 +140,10 @@ class TestTask:
                 "input_image_count": 0,
             }
             url = done["content"]["url"]
-            assert httpx.get(url).content == CLIP
-            part = httpx.get(url, headers={"Range": "bytes=10-19"})
+            assert httpx.get(url, timeout=60).content == CLIP
+            part = httpx.get(url, headers={"Range": "bytes=10-19"}, timeout=60)
             assert (part.status_code, part.content) == (206, CLIP[10:20])
-            head = httpx.head(url)
+            head = httpx.head(url, timeout=60)
             assert (head.status_code, head.headers["content-type"]) == (200, "video/mp4")
 
     @pytest.mark.parametrize("name", ["MiniMax-H3", "MiniMax-H3-Max"])
@@ -271,9 +271,9 @@ class TestAddress:
             driver.complete(task_id, CLIP, tmp_path)
             url = task(client, task_id)["content"]["url"]
             assert url.startswith(str(api_settings.s3_endpoint_url))
-            assert httpx.get(url).content == CLIP
+            assert httpx.get(url, timeout=60).content == CLIP
             listed = client.get(QUERY, params={"filter.task_ids": task_id}).json()["items"]
-            assert httpx.get(listed[0]["content"]["url"]).content == CLIP
+            assert httpx.get(listed[0]["content"]["url"], timeout=60).content == CLIP
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}, "role": "first_frame"}
@@ -533,7 +533,7 @@ class TestDelete:
     def test_of_many_at_once_one_does_it(self, api_settings: Settings, driver: JobDriver, tmp_path: Path) -> None:
         with (
             ThreadedApi(api_settings) as api,
-            httpx.Client(base_url=api.url, headers=AUTHORIZED) as http,
+            httpx.Client(base_url=api.url, headers=AUTHORIZED, timeout=60) as http,
             ThreadPoolExecutor(8) as pool,
         ):
             waiting, done = (http.post(CREATE, json=REQUEST).json()["task_id"] for _ in range(2))

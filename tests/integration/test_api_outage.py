@@ -11,7 +11,7 @@ import httpx
 import psycopg
 import pytest
 from rushes_api import app as app_module
-from rushes_api import auth, eta, pauses, pulse, readiness, watch
+from rushes_api import auth, eta, lookup, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
 from rushes_core import keys, storage, time_limit
@@ -156,7 +156,10 @@ def test_a_frozen_postgres_does_not_hold_clients(api_settings: Settings, monkeyp
         assert client.get("/v1/videos").status_code == 200
 
 
-def test_a_connection_that_never_answers_again_is_given_up(api_settings: Settings) -> None:
+def test_a_connection_that_never_answers_again_is_given_up(
+    api_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "LINE_SECONDS", 2.0)
     with relayed(api_settings) as (settings, proxy), started(settings) as client:
         warm_up(client)
         path = f"/v1/videos/{client.post('/v1/videos', json={'prompt': 'a dog'}).json()['id']}"

@@ -175,6 +175,7 @@ class TestMaxQueued:
         assert num_queued(driver, key) == 3
 
 
+@pytest.mark.usefixtures("one_day")
 class TestDailyGpuSeconds:
     def test_attempts_are_counted_and_a_new_day_frees(self, client: TestClient, driver: JobDriver) -> None:
         key = create_key(client, daily_gpu_seconds=1)
@@ -275,6 +276,7 @@ class TestMaxRunning:
             holds = session.execute(select(Job.hold).where(Job.api_key == key["id"])).scalars().all()
         assert sorted(hold or "" for hold in holds) == ["", *["concurrency"] * 11]
 
+    @pytest.mark.usefixtures("one_day")
     def test_two_replicas_never_run_two_jobs_of_a_key_that_may_run_one(
         self, stack: SharedStack, tmp_path: Path
     ) -> None:

@@ -25,6 +25,7 @@ from support.files import (
     connected,
     form,
     head,
+    heard,
     part,
     refused,
     send,
@@ -199,7 +200,7 @@ class TestSize:
     def test_is_refused_by_its_header_before_the_body(self, api: ApiProcess) -> None:
         with connected(api) as peer:
             peer.sendall(head(MAX_BYTES * 2))
-            assert b"413 " in peer.recv(65_536)
+            assert b"413 " in heard(peer, b"413 ")
 
     def test_is_refused_while_it_streams_without_a_length(self, api: ApiProcess, contents: Contents) -> None:
         before = contents.all()
@@ -233,7 +234,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(
         body = form(PURPOSE, FILE)
         peer.sendall(head(len(body)))
         peer.sendall(body[:-10])
-        answer = peer.recv(65_536)
+        answer = heard(peer, b"}}")
         assert b"408 " in answer
         assert b"request_timeout" in answer
     assert contents.all() == before
@@ -250,7 +251,7 @@ def test_uploads_at_once_are_bounded(api_settings: Settings) -> None:
             wait_until(lambda: seats.borrowed_tokens == 1)
             refused(send(http, PURPOSE, FILE), 503, "overloaded")
             peer.sendall(body[100:])
-            assert b"200 OK" in peer.recv(65_536)
+            assert b"200 OK" in heard(peer, b"200 OK")
         assert send(http, PURPOSE, FILE).status_code == 200
 
 

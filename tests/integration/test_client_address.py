@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -12,7 +12,6 @@ from rushes_api.server import Protocol
 from rushes_cli.campaigns.address import fault_of
 from rushes_cli.campaigns.client import Client, Unreachable, WrongAddress
 from rushes_cli.main import main
-from rushes_cli.stack.ports import free_port
 from support.api import API_KEY, offline_settings, served
 from support.checkpoints import tiny_checkpoint
 from support.receiver import make_certificate
@@ -122,7 +121,7 @@ def test_a_name_that_nobody_has_is_a_fault_and_a_resolver_that_is_away_is_none(
 
 
 def test_an_address_where_nobody_listens_is_asked_again() -> None:
-    with asking(f"http://{HOST}:{free_port()}", patience=0.5) as (client, waits):
+    with asking(f"http://{HOST}:1", patience=2) as (client, waits):
         with pytest.raises(Unreachable, match="refused") as failure:
             client.get("/healthz")
         assert not isinstance(failure.value, WrongAddress)
@@ -130,9 +129,9 @@ def test_an_address_where_nobody_listens_is_asked_again() -> None:
 
 
 def test_an_address_that_has_answered_is_asked_again_whatever_comes(checkpoint: Path, certificate: Path) -> None:
-    port = free_port()
-    with asking(f"http://{HOST}:{port}", patience=5) as (client, waits):
-        with serving(checkpoint, port=port):
+    with ExitStack() as running:
+        with serving(checkpoint) as port:
+            client, waits = running.enter_context(asking(f"http://{HOST}:{port}", patience=5))
             client.get("/healthz")
         with (
             serving(checkpoint, certificate, port=port),

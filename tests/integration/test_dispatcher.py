@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -102,7 +103,11 @@ class TestCalls:
             called.append((calls.wait("hint"), calls.wait("feed")))
         assert called == [(True, False), (True, False), (False, False)]
 
-    def test_who_is_not_called_waits_for_as_long_as_somebody_looks(self) -> None:
+    def test_who_is_not_called_waits_for_as_long_as_somebody_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatcher_module, "UNSEEN_SECONDS", 0.2)
+        now = 0.0
+        # a clock that goes on only when this test has looked
+        monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(monotonic=lambda: now))
         calls = Calls(frozenset, ["hint"])
         calls.look()
         returned = threading.Event()
@@ -113,10 +118,12 @@ class TestCalls:
 
         waits = threading.Thread(target=wait)
         waits.start()
-        for _ in range(10):
+        for _ in range(3):
+            now += 0.15
+            assert not returned.wait(0.5)
             calls.look()
-            assert not returned.wait(0.2)
-        calls.end()
+        now += 0.25
+        assert returned.wait(60)
         waits.join()
 
     def test_while_nobody_can_look_everybody_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class TestSweep:
             "lost-r0#1-a": forgotten_after(lease) - 60,
             "replaced-r0#1-a": lease + 1,
             "replaced-r0#2-b": 0,
-            "slow-r0#1-a": lease - 2,
+            "slow-r0#1-a": lease / 2,
             "slow-r0#2-b": 0,
             "stopped-r0#1-a": lease + 1,
             "stopped-r0#2-b": 0,

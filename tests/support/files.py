@@ -96,3 +96,11 @@ def head(num_bytes: int) -> bytes:
 def connected(api: ApiProcess | ThreadedApi) -> socket.socket:
     parts = urlsplit(api.url)
     return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30)
+
+
+def heard(peer: socket.socket, until: bytes) -> bytes:
+    """What comes until `until` has, which may be in several pieces, or until the other side leaves."""
+    data = b""
+    while until not in data and (piece := peer.recv(65_536)):
+        data += piece
+    return data

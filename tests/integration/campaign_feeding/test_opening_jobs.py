@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from rushes_core.campaigns import feeding
 from rushes_core.campaigns.opening import FIRST_ITEMS, MAX_OPEN, MIN_OPEN
 from rushes_core.models import ApiKey
@@ -119,6 +120,7 @@ class TestOpening:
                 ]
 
 
+@pytest.mark.usefixtures("one_day")
 class TestDay:
     """A key has used its GPU seconds of the day."""
 
@@ -197,7 +199,7 @@ class TestMaxParallel:
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: num_live(rows.engine, parallel) == 3)
+            wait_until(lambda: [num_live(rows.engine, campaign) for campaign in most] == [3, 3])
             for number in range(40):
                 job = rows.claim()
                 for campaign in most:

@@ -4,7 +4,6 @@ import gzip
 from typing import Any
 
 import pytest
-from rushes_cli.stack.ports import free_port
 from rushes_core.campaigns import loading
 from rushes_core.campaigns.items import Item, Terms, resolve_line
 from rushes_core.campaigns.lines import LineError
@@ -120,7 +119,7 @@ class TestFaults:
 
     def test_a_file_that_the_store_does_not_give_is_waited_for_a_day(self, campaigns: Campaigns) -> None:
         campaign_id = campaigns.submit(jsonl(openai_line(1)))
-        away = {"s3_endpoint_url": f"http://127.0.0.1:{free_port()}"}
+        away = {"s3_endpoint_url": "http://127.0.0.1:1"}
         campaigns.load(**away)
         assert campaigns.read(campaign_id).state == "validating"
         campaigns.execute("UPDATE campaigns SET lease_until = now(), store_failed_at = now() - interval '25 hours'")
@@ -134,7 +133,7 @@ class TestFaults:
     def test_an_old_campaign_is_waited_for_from_the_first_failure_of_the_store(self, campaigns: Campaigns) -> None:
         campaign_id = campaigns.submit(jsonl(openai_line(1)))
         campaigns.execute("UPDATE campaigns SET created_at = now() - interval '3 days'")
-        away = {"s3_endpoint_url": f"http://127.0.0.1:{free_port()}"}
+        away = {"s3_endpoint_url": "http://127.0.0.1:1"}
         campaigns.load(**away)
         first = campaigns.read(campaign_id)
         assert (first.state, first.store_failed_at is None) == ("validating", False)

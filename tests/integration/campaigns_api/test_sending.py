@@ -464,6 +464,7 @@ class TestSending:
         refused(client.post("/v1/videos", json={"prompt": "a dog"}, headers=key), 429, "queue_full")
         made(client.post("/v1/campaigns", json={"requests": [{"prompt": "x"}]}, headers=key))
 
+    @pytest.mark.usefixtures("one_day")
     def test_a_key_whose_day_is_used_up_sends_none(self, client: TestClient, campaigns: Campaigns) -> None:
         key = create_key(client, daily_gpu_seconds=10, scopes=["batches"])
         with Session(campaigns.engine) as session, session.begin():
