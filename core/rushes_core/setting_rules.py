@@ -13,6 +13,8 @@ PREFIX = "RUSHES_"
 
 # S3's rules for names of buckets
 _BUCKET = re.compile(r"(?!.*\.\.)(?!(?:[0-9]+\.){3}[0-9]+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+# what the store's client takes for a region, whose name may become part of a host's
+_REGION = re.compile(r"(?![0-9]+$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)", re.ASCII)
 _HOST = r"(?:\[[0-9a-f:.]+\]|[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?(?:\.[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?)*)"
 _HTTP_ORIGIN = re.compile(rf"(https?)://{_HOST}(?::([0-9]{{1,5}}))?", re.ASCII)
 _VIEW_ORIGIN = re.compile(
@@ -124,6 +126,18 @@ def check_buckets(names: str) -> str:
                 "dots, begins and ends with a letter or digit, and is no IP address"
             )
     return names
+
+
+def check_region(name: str) -> str:
+    """
+    Raises:
+        ValueError: `name` is none that a region of a store can have.
+    """
+    if not _REGION.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is no region, which has at most 63 letters, digits and inner hyphens, as eu-north-1"
+        )
+    return name
 
 
 def check_page_origins(origins: str) -> str:

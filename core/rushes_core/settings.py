@@ -33,6 +33,7 @@ from rushes_core.setting_rules import (
     check_own_origin,
     check_page_origins,
     check_redis_url,
+    check_region,
     listed,
     problems,
     variable,
@@ -100,7 +101,7 @@ class Settings(DatabaseSettings):
     """Endpoint of an S3-compatible store; empty: AWS."""
     s3_public_endpoint_url: Endpoint = ""
     """Endpoint as clients reach it, used to sign download URLs; empty: the same as `RUSHES_S3_ENDPOINT_URL`."""
-    s3_region: NonEmpty = "us-east-1"
+    s3_region: Annotated[NonEmpty, AfterValidator(check_region)] = "us-east-1"
     """Region that requests are signed for."""
     s3_access_key_id: str = ""
     """Empty: boto3's own chain of credential sources."""
@@ -287,6 +288,17 @@ class Settings(DatabaseSettings):
                 f"{variable('heartbeat_seconds')}={self.heartbeat_seconds:g} must be at most half of "
                 f"{variable('lease_seconds')}={self.lease_seconds}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _store_has_both_credentials(self) -> Self:
+        given = {
+            "s3_access_key_id": self.s3_access_key_id,
+            "s3_secret_access_key": self.s3_secret_access_key.get_secret_value(),
+        }
+        missing = [variable(name) for name, value in given.items() if not value]
+        if len(missing) == 1:
+            raise ValueError(f"{missing[0]} is missing: the store's access key id and its secret belong together")
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,10 @@ def test_a_missing_setting_is_named() -> None:
         ({"content_delivery": "x"}, "RUSHES_CONTENT_DELIVERY: Input should be 'proxy' or 'redirect', got 'x'"),
         ({"encoder": "x265"}, "RUSHES_ENCODER: Input should be 'libx264' or 'h264_nvenc', got 'x265'"),
         ({"s3_region": " "}, "RUSHES_S3_REGION: String should have at least 1 character, got ' '"),
+        ({"s3_region": "eu north"}, "RUSHES_S3_REGION: 'eu north' is no region"),
+        ({"s3_region": "12"}, "RUSHES_S3_REGION: '12' is no region"),
+        ({"s3_access_key_id": "a"}, "RUSHES_S3_SECRET_ACCESS_KEY is missing: "),
+        ({"s3_secret_access_key": "hush"}, "RUSHES_S3_ACCESS_KEY_ID is missing: "),
         ({"pool": "A b"}, "RUSHES_POOL: String should match .*, got 'A b'"),
         ({"checkpoint": ""}, "RUSHES_CHECKPOINT: must be a path, got ''"),
         ({"scratch": ""}, "RUSHES_SCRATCH: must be a path, got ''"),
@@ -176,6 +180,7 @@ SECRETS: dict[str, Any] = REQUIRED | {
     "database_url": "postgresql+psycopg://u:hush@127.0.0.1/d",
     "redis_url": "redis://:hush@127.0.0.1/0",
     "api_key": "hush",
+    "s3_access_key_id": "a",
     "s3_secret_access_key": "hush",
 }
 

@@ -32,6 +32,7 @@ def test_child_reads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         database_url="postgresql+psycopg://user:p%40ss@127.0.0.1/rushes",
         redis_url="redis://:secret@127.0.0.1/0",
         s3_bucket="clips",
+        s3_access_key_id="worker",
         s3_secret_access_key=SecretStr("secret"),
         checkpoint=Path("/models/fasth3"),
         lease_seconds=7,
