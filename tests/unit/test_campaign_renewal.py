@@ -23,7 +23,7 @@ def test_renews_until_the_work_is_done() -> None:
 
     with Renewal(renew) as kept:
         for _ in range(3):
-            assert renewed.acquire(timeout=10)
+            assert renewed.acquire(timeout=60)
         assert kept.goes_on()
     assert not kept.is_alive()
 
@@ -45,7 +45,7 @@ def test_an_outage_is_no_loss() -> None:
         return True
 
     with Renewal(renew) as kept:
-        assert has_answered.wait(10)
+        assert has_answered.wait(60)
         assert kept.goes_on()
 
 

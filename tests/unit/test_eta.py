@@ -4,18 +4,30 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from rushes_api import eta as eta_module
 from rushes_api.eta import Leased, Outlook, Shape, ShapeTimes
 from rushes_core.models import Job, MeasuredTime
 from rushes_core.states import JobState
 
 SHAPE = (1344, 768, 124)
 LONG = (1344, 768, 362)
+NOW = datetime.now(UTC)
 TIMES = {SHAPE: ShapeTimes(num_jobs=30, run_seconds=12.0, ranks_seconds=10.0)}
+
+
+@pytest.fixture(autouse=True)
+def _no_time_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Still(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return NOW
+
+    monkeypatch.setattr(eta_module, "datetime", Still)
 
 
 def outlook(**changes: Any) -> Outlook:
     values: dict[str, Any] = {
-        "at": datetime.now(UTC),
+        "at": NOW,
         "clock_ahead": timedelta(),
         "shapes": TIMES,
         "num_replicas": 2,
@@ -43,7 +55,7 @@ def job(**changes: Any) -> Job:
 
 
 def ago(seconds: float) -> datetime:
-    return datetime.now(UTC) - timedelta(seconds=seconds)
+    return NOW - timedelta(seconds=seconds)
 
 
 def busy(
@@ -63,7 +75,7 @@ def waits(figures: Outlook, num_ahead: int | None, **changes: Any) -> tuple[floa
     assert eta.confidence == "p80"
     assert eta.starts_at is not None
     assert eta.completes_at is not None
-    now = datetime.now(UTC).timestamp()
+    now = NOW.timestamp()
     return eta.starts_at - now, eta.completes_at - now
 
 
@@ -119,7 +131,7 @@ class TestQueued:
 
     def test_times_are_those_of_the_database(self) -> None:
         ahead = timedelta(hours=1)
-        starts, _ = waits(outlook(at=datetime.now(UTC) + ahead, clock_ahead=ahead), 0)
+        starts, _ = waits(outlook(at=NOW + ahead, clock_ahead=ahead), 0)
         assert starts == pytest.approx(3_601, abs=1.1)
 
     @pytest.mark.parametrize(
@@ -148,12 +160,12 @@ class TestHeld:
         eta = outlook().eta(job(state=JobState.RUNNING, started_at=ago(5), progress=40), None)
         assert eta is not None
         assert eta.starts_at is None
-        assert (eta.completes_at or 0) - datetime.now(UTC).timestamp() == pytest.approx(7, abs=1.1)
+        assert (eta.completes_at or 0) - NOW.timestamp() == pytest.approx(7, abs=1.1)
 
     def test_one_that_is_late_goes_by_what_is_left(self) -> None:
         eta = outlook().eta(job(state=JobState.RUNNING, started_at=ago(50), progress=75), None)
         assert eta is not None
-        assert (eta.completes_at or 0) - datetime.now(UTC).timestamp() == pytest.approx(3, abs=1.1)
+        assert (eta.completes_at or 0) - NOW.timestamp() == pytest.approx(3, abs=1.1)
 
     def test_a_claimed_job_starts_when_a_running_one_ends(self) -> None:
         figures = outlook(num_replicas=1, leased=[busy(spent=4)])
@@ -170,7 +182,7 @@ class TestNeighbours:
         ahead = figures.eta(job(state=JobState.RUNNING, started_at=ago(50), progress=50), None)
         assert ahead is not None
         assert ahead.completes_at is not None
-        ahead_completes = ahead.completes_at - datetime.now(UTC).timestamp()
+        ahead_completes = ahead.completes_at - NOW.timestamp()
         assert ahead_completes == pytest.approx(6, abs=1.1)
         # but for what storing it takes
         stored = TIMES[SHAPE].run_seconds - TIMES[SHAPE].ranks_seconds

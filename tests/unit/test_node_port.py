@@ -93,7 +93,7 @@ def test_nodes_that_join_and_leave_leave_no_descriptor_behind(port: Port, is_tak
     before = open_descriptors()
     for _ in range(5):
         flap()
-    wait_until(lambda: open_descriptors() <= before, timeout_seconds=10)
+    wait_until(lambda: open_descriptors() <= before)
 
 
 def test_a_link_that_is_used_stays_open_when_it_is_lost_and_another_node_has_joined(port: Port) -> None:

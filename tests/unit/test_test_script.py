@@ -56,7 +56,7 @@ def stand_in(root: Path, *, seconds: float) -> None:
 def run(root: Path, *arguments: str, **statuses: int) -> subprocess.CompletedProcess[str]:
     env = dict(os.environ) | {f"STATUS_{name}": str(status) for name, status in statuses.items()}
     command = [str(root / "scripts" / "test.sh"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_all_parts_run_at_once_and_are_shown_whole(root: Path) -> None:

@@ -1,12 +1,19 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 from rushes_worker.lease import Lease
 from rushes_worker.stopping import Stopping
 
+NOW = 1_000.0
+
+
+@pytest.fixture(autouse=True)
+def _no_time_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rushes_worker.lease.time", SimpleNamespace(monotonic=lambda: NOW))
+
 
 def lease(*, age: float) -> Lease:
-    return Lease("video_1", fence=1, seconds=30, asked_at=time.monotonic() - age)
+    return Lease("video_1", fence=1, seconds=30, asked_at=NOW - age)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,7 @@ def test_lease_that_is_not_renewed_is_doubtful_shortly_before_its_end_and_over_a
 
 def test_renewal_counts_from_when_it_was_asked_for() -> None:
     held = lease(age=31)
-    held.renewed(time.monotonic() - 29.5)
+    held.renewed(NOW - 29.5)
     assert (held.is_doubtful, held.is_over) == (True, False)
 
 
