@@ -279,10 +279,16 @@ class ObjectStore:
         return replace(stored, sha256=digest.hexdigest())
 
     def _open(self, key: str, start: int, end: int) -> Any:
-        with _translated(key):
-            answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
+        try:
+            with _translated(key):
+                answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
+        except BucketMissing as error:
+            if self.bucket in self._settings.output_buckets:
+                raise
+            # no bucket of this deployment any more, and removed with all that was in it
+            raise ObjectMissing(str(error)) from error
         # a cache on the way may give the whole, and an object that was replaced have fewer bytes
-        given = answer.get("ContentRange") or f"bytes 0-{answer['ContentLength'] - 1}/"
+        given = answer.get("ContentRange") or f"bytes 0-{answer.get('ContentLength', 0) - 1}/"
         if not given.startswith(f"bytes {start}-{end}/"):
             answer["Body"].close()
             raise StorageError(f"{key}: asked for bytes {start}-{end}, got {given}")

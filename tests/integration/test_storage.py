@@ -13,7 +13,7 @@ import pytest
 from botocore.exceptions import BotoCoreError
 from pydantic import SecretStr
 from rushes_core import storage
-from rushes_core.errors import StorageError
+from rushes_core.errors import BucketMissing, ObjectMissing, StorageError
 from rushes_core.settings import Settings
 from rushes_core.storage import PART_BYTES, Destination, ObjectStore, content_disposition, result_key
 from support.faults.proxy import Request, Rule, S3Fault, S3Proxy
@@ -242,6 +242,15 @@ def test_other_bytes_than_were_asked_for_are_not_taken(
         proxied.read("results/range", 5, 9)
     # whoever gives the whole need not say so
     assert b"".join(proxied.read("results/range", 0, 10_239)) == clip.read_bytes()
+
+
+def test_what_was_in_a_bucket_that_is_gone_is_lost_unless_the_bucket_is_to_be_there(settings: Settings) -> None:
+    store = ObjectStore(settings)
+    with pytest.raises(ObjectMissing):
+        store.in_bucket("retired-bucket").read("k", 0, 1)
+    missing = ObjectStore(settings.model_copy(update={"s3_output_buckets": "retired-bucket"}))
+    with pytest.raises(BucketMissing):
+        missing.in_bucket("retired-bucket").read("k", 0, 1)
 
 
 def test_a_part_is_not_held_against_the_checksum_of_the_whole(
