@@ -154,6 +154,11 @@ DEFECTS = [
         lambda p: (p / "transformer" / "adaln_tables.pt").touch(),
         ("adaln_tables.pt", "another format"),
     ),
+    Defect(
+        "unfinished download",
+        lambda p: (p / f"{SECOND}.aria2").touch(),
+        (f"{SECOND}.aria2: the download of {Path(SECOND).name} was not finished",),
+    ),
     Defect("missing component", lambda p: shutil.rmtree(p / "audio_vae"), ("/audio_vae: missing component",)),
     # index
     Defect("index is not JSON", overwrite(INDEX, b"{"), (INDEX, "not readable JSON")),

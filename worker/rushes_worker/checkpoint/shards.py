@@ -31,6 +31,8 @@ DTYPE_BITS = {
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _INDEX_SUFFIX = ".safetensors.index.json"
+_UNFINISHED = ".aria2"
+"""What aria2 keeps beside a file that has its full size from the start, until it has all of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ def scan_shards(folder: Path) -> Shards:
     for path in entries:
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"):
             shards.problems.append(f"{path}: weights in another format beside safetensors; only safetensors are served")
+        if path.suffix == _UNFINISHED and path.stem in files:
+            shards.problems.append(f"{path}: the download of {path.stem} was not finished")
     return shards
 
 
