@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
@@ -41,6 +43,8 @@ _READ_TIMEOUT_SECONDS = 20
 """How long the store may be silent in the middle of an answer."""
 _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
+_MAX_SKEW = timedelta(minutes=10)
+"""How far this machine's clock is at least from the store's when a refusal is put down to that: S3 bears 15 minutes."""
 _CONNECTIONS = 32
 """Kept open between requests: as many as the API has threads for them."""
 
@@ -160,6 +164,7 @@ class ObjectStore:
             StorageError: the store failed, or holds other bytes.
         """
         digest = base64.b64encode(bytes.fromhex(sha256)).decode()
+        stored: StoredObject | None = None
         try:
             with path.open("rb") as file:
                 self._client.put_object(
@@ -171,9 +176,11 @@ class ObjectStore:
                     IfNoneMatch="*",
                 )
         except (BotoCoreError, ClientError) as error:
-            stored = self.head(key)
+            # why it cannot be looked at says less: an answer to HEAD has no words
+            with suppress(StorageError):
+                stored = self.head(key)
             if stored is None:
-                raise StorageError(f"storing {key}: {error}") from error
+                raise StorageError(f"storing {key}: {_told(error)}") from error
         else:
             stored = self.head(key)
         num_bytes = path.stat().st_size
@@ -530,8 +537,27 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (BotoCoreError, ClientError)):
-            raise _KINDS.get(_code(error), StorageError)(f"{self._what}: {error}") from error
+            kind = StorageError if _seconds_ahead(error) else _KINDS.get(_code(error), StorageError)
+            raise kind(f"{self._what}: {_told(error)}") from error
 
 
 def _code(error: BaseException | None) -> str:
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def _told(error: Exception) -> str:
+    ahead = _seconds_ahead(error)
+    return f"{error}; this machine's clock is {ahead:+d} seconds from that of the store" if ahead else str(error)
+
+
+def _seconds_ahead(error: Exception) -> int:
+    """How far this machine's clock is from that of the store, if that is why it refused."""
+    response = error.response["ResponseMetadata"] if isinstance(error, ClientError) else {}
+    date = response.get("HTTPHeaders", {}).get("date", "")
+    if response.get("HTTPStatusCode") != HTTPStatus.FORBIDDEN or not date:
+        return 0
+    try:
+        ahead = datetime.now(UTC) - parsedate_to_datetime(date)
+    except (TypeError, ValueError):
+        return 0
+    return round(ahead.total_seconds()) if abs(ahead) > _MAX_SKEW else 0

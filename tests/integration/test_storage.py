@@ -4,16 +4,18 @@ import hashlib
 import random
 import resource
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from botocore import auth
 from botocore.exceptions import BotoCoreError
 from pydantic import SecretStr
 from rushes_core import storage
-from rushes_core.errors import BucketMissing, ObjectMissing, StorageError
+from rushes_core.errors import BucketMissing, ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
 from rushes_core.storage import PART_BYTES, Destination, ObjectStore, content_disposition, result_key
 from support.faults.proxy import Request, Rule, S3Fault, S3Proxy
@@ -356,6 +358,34 @@ class TestUpload:
             upload.close()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_refusal_for_a_clock_that_is_off_is_none_of_the_credentials_and_says_so(
+    store: ObjectStore, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hour = timedelta(hours=1)
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + hour
+
+    store.check()
+    signed_at = auth.get_current_datetime
+    monkeypatch.setattr(auth, "get_current_datetime", lambda: signed_at() + hour)
+    monkeypatch.setattr(storage, "datetime", Ahead)
+    said = r"this machine's clock is \+3[56]\d\d seconds from that of the store"
+    with pytest.raises(StorageError, match=said) as refusal:
+        store.check()
+    assert not isinstance(refusal.value, StorageRefused)
+    with pytest.raises(StorageError, match=f"RequestTimeTooSkewed.*{said}"):
+        _put(store, "results/skewed", clip)
+
+
+def test_a_refusal_by_a_store_with_the_same_clock_is_one(settings: Settings) -> None:
+    stranger = settings.model_copy(update={"s3_secret_access_key": SecretStr("wrong")})
+    with pytest.raises(StorageRefused):
+        ObjectStore(stranger).check()
 
 
 @pytest.mark.parametrize(
