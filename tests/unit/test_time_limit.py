@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from rushes_core import patience
+from rushes_core import time_limit
 
 
 def test_work_ends_though_its_caller_is_cancelled_once_more_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(time_limit, "_CANCEL_SECONDS", 0.05)
 
     async def tell() -> None:
         told, ended = asyncio.Event(), asyncio.Event()
@@ -21,7 +21,7 @@ def test_work_ends_though_its_caller_is_cancelled_once_more_meanwhile(monkeypatc
                     event.set()
             raise asyncio.CancelledError
 
-        caller = asyncio.create_task(patience.within(work()))
+        caller = asyncio.create_task(time_limit.within(work()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         caller.cancel()
