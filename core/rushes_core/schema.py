@@ -7,6 +7,7 @@ from psycopg.errors import UndefinedTable
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
+from rushes_core.campaigns.tables import ACTIVE_STATES
 from rushes_core.database import create_sync_engine, migrations
 from rushes_core.errors import SchemaMismatch
 from rushes_core.log import get_logger
@@ -16,13 +17,15 @@ log = get_logger(__name__)
 
 CURRENT_REVISION = text("SELECT version_num FROM alembic_version")
 
-_FENCES = ("job_fence_seq", "webhook_fence")
 # by the clock, in microseconds: no deployment claims as many jobs
-_MOVE_ON = """
-    SELECT setval('{fence}', now.microseconds)
-    FROM {fence}, (SELECT (extract(epoch FROM clock_timestamp()) * 1e6)::bigint AS microseconds) AS now
-    WHERE last_value < now.microseconds
-"""
+_NOW = "(SELECT (extract(epoch FROM clock_timestamp()) * 1e6)::bigint AS fence) AS now"
+_MOVE_ON = (
+    f"SELECT setval('job_fence_seq', now.fence) FROM job_fence_seq, {_NOW} WHERE last_value < now.fence",
+    f"SELECT setval('webhook_fence', now.fence) FROM webhook_fence, {_NOW} WHERE last_value < now.fence",
+    # whoever works on one goes on: no backup has a lease that has not run out
+    f"UPDATE campaigns SET fence = now.fence FROM {_NOW} WHERE campaigns.fence < now.fence "
+    f"AND state = ANY (:active) AND (lease_until IS NULL OR lease_until <= now())",
+)
 
 _REVISION = re.compile(r'^(revision|down_revision) = "([0-9a-f]+)"$', re.MULTILINE)
 
@@ -97,7 +100,7 @@ def move_fences_on(settings: Settings) -> None:
     engine = create_sync_engine(settings, pool_size=1)
     try:
         with engine.begin() as connection:
-            for fence in _FENCES:
-                connection.execute(text(_MOVE_ON.format(fence=fence)))
+            for statement in _MOVE_ON:
+                connection.execute(text(statement), {"active": list(ACTIVE_STATES)})
     finally:
         engine.dispose()

@@ -8,6 +8,7 @@ import pytest
 from alembic.script import ScriptDirectory
 from rushes_cli.main import main
 from rushes_core import jobs
+from rushes_core.campaigns import loading
 from rushes_core.database import alembic_config, create_sync_engine
 from rushes_core.errors import SchemaMismatch
 from rushes_core.log import configure_logging
@@ -15,8 +16,9 @@ from rushes_core.schema import check_schema, known_revisions
 from rushes_core.settings import Settings, get_settings
 from sqlalchemy import Engine, create_engine, make_url, text
 from support.api import offline_settings
+from support.campaign_rows import CampaignRows
 from support.checkpoints import tiny_checkpoint
-from support.job_rows import RESULT, JobRows
+from support.job_rows import MODEL, RESULT
 from support.stack import settings_env
 
 OLDER, NEWER = "e8c3417f9b60", "0123456789ab"
@@ -105,7 +107,8 @@ NEXT_FENCE = text("SELECT nextval('webhook_fence')")
 def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = JobRows(engine)
+    rows = CampaignRows(engine)
+    campaign = rows.campaign(is_loaded=False)
     job = rows.add()
     engine.dispose()
     url = make_url(settings.database_url)
@@ -115,19 +118,35 @@ def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
     server.dispose()
     old = rows.running_again()
     assert old.fence is not None
+    old_load = rows.run(loading.claim(owner="old", model=MODEL))
     restored = url.set(database=f"{url.database}_restored").render_as_string(hide_password=False)
     monkeypatch.setenv("RUSHES_DATABASE_URL", restored)
     get_settings.cache_clear()
     assert main(["migrate"]) == 0
     afterwards = create_sync_engine(settings.model_copy(update={"database_url": restored}))
     try:
-        rows = JobRows(afterwards)
+        rows = CampaignRows(afterwards)
         new = rows.running_again()
         assert (new.id, new.attempt) == (old.id, old.attempt)
         assert rows.run(jobs.renew(job.id, fence=old.fence, lease_seconds=30)) is None
         assert rows.run(jobs.complete(job.id, fence=old.fence, result=RESULT, timings={})) is None
         assert (new.fence or 0) > old.fence
+        assert rows.run(loading.claim(owner="new", model=MODEL)).id == campaign
+        assert rows.run(loading.renew(loading.Lease(campaign, old_load.fence))) is None
         with engine.connect() as before, afterwards.connect() as after:
             assert after.execute(NEXT_FENCE).scalar_one() > before.execute(NEXT_FENCE).scalar_one()
     finally:
         afterwards.dispose()
+
+
+@pytest.mark.usefixtures("_environment")
+def test_what_is_held_beside_a_migration_stays_held(engine: Engine) -> None:
+    rows = CampaignRows(engine)
+    rows.clear()
+    campaign = rows.campaign(is_loaded=False)
+    load = rows.run(loading.claim(owner="loader", model=MODEL))
+    job = rows.running()
+    assert job.fence is not None
+    assert main(["migrate"]) == 0
+    assert rows.run(loading.renew(loading.Lease(campaign, load.fence))) == campaign
+    assert rows.run(jobs.renew(job.id, fence=job.fence, lease_seconds=30)) is False
