@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,6 @@ from support.checkpoints import tiny_checkpoint
 from support.processes import children, is_alive
 from support.stack import SharedStack
 from support.worker import SCRIPTED, Jobs, Worker, eventually, write_contract
-
-LOAD_SECONDS = "1"
 
 # what holds the first attempt at the stage, and whether a job is there
 STAGES: dict[str, tuple[str, Callable[[Job], bool]]] = {
@@ -47,16 +45,42 @@ def jobs(settings: Settings) -> Iterator[Jobs]:
     jobs.close()
 
 
+class Start:
+    """What keeps groups of ranks from becoming ready."""
+
+    def __init__(self, folder: Path) -> None:
+        self._limit, self._hold = folder / "limit", folder / "hold"
+        self.env = {"SCRIPTED_LOAD_LIMIT": str(self._limit), "SCRIPTED_CAPTURE_HOLD": str(self._hold)}
+        self._let_load(100)
+
+    @contextmanager
+    def held_up(self, stage: str) -> Iterator[None]:
+        if stage == "capturing":
+            self._hold.touch()
+        else:
+            self._let_load(50)
+        try:
+            yield
+        finally:
+            self._hold.unlink(missing_ok=True)
+            self._let_load(100)
+
+    def _let_load(self, percent: int) -> None:
+        new = self._limit.with_name("new")
+        new.write_text(str(percent))
+        new.rename(self._limit)
+
+
 @pytest.fixture(scope="module")
-def worker(settings: Settings, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    return Start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def worker(settings: Settings, jobs: Jobs, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """Two replicas of two ranks each."""
     log = tmp_path_factory.mktemp("worker") / "worker.log"
-    with Worker(
-        settings,
-        log,
-        layout="r2s2",
-        env={"SCRIPTED_LOAD_SECONDS": LOAD_SECONDS, "SCRIPTED_CAPTURE_SECONDS": LOAD_SECONDS},
-    ) as worker:
+    with Worker(settings, log, layout="r2s2", env=start.env) as worker:
         yield worker
 
 
@@ -134,7 +158,7 @@ def test_rank_killed_while_its_job_renders(
     assert not any(shared_memory(pid) for pid in group)
 
     os.kill(group[rank], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in group), seconds=30)
+    eventually(lambda: not any(is_alive(pid) for pid in group))
     job = jobs.wait_completed(job_id)
     assert (job.attempt, job.crash_count) == (2, 1)
     first, second = jobs.attempts(job_id)
@@ -150,18 +174,17 @@ def test_rank_killed_while_its_job_renders(
 def test_rank_killed_while_its_clip_is_finished_costs_no_attempt(
     settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica]
 ) -> None:
-    job_id = jobs.add("[unit 0.2]")
-    eventually(lambda: jobs.get(job_id).phase == "decoding")
-    victim = next(replica for replica in pair if replica.id == owner(jobs, job_id))
-    (media,) = set(children(victim.detail["pid"])) - set(ranks(victim))
-    os.kill(media, signal.SIGSTOP)
-    try:
+    with ExitStack() as frozen:
+        # whichever takes the job, its clip is not finished before this test has looked
+        for replica in pair:
+            (media,) = set(children(replica.detail["pid"])) - set(ranks(replica))
+            freeze(media, frozen)
+        job_id = jobs.add()
         eventually(lambda: jobs.get(job_id).phase == "muxing")
+        victim = next(replica for replica in pair if replica.id == owner(jobs, job_id))
         os.kill(ranks(victim)[1], signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in ranks(victim)), seconds=30)
+        eventually(lambda: not any(is_alive(pid) for pid in ranks(victim)))
         assert jobs.get(job_id).state == JobState.RUNNING
-    finally:
-        os.kill(media, signal.SIGCONT)
     job = jobs.wait_completed(job_id)
     assert (job.attempt, job.crash_count, job.error_count) == (1, 0, 0)
     eventually(lambda: len(children(victim.detail["pid"])) == 3)
@@ -170,21 +193,23 @@ def test_rank_killed_while_its_clip_is_finished_costs_no_attempt(
 
 @pytest.mark.parametrize("stage", ["loading weights", "capturing"])
 def test_rank_killed_before_it_is_ready(
-    settings: Settings, jobs: Jobs, worker: Worker, pair: list[Replica], stage: str
+    settings: Settings, jobs: Jobs, worker: Worker, start: Start, pair: list[Replica], stage: str
 ) -> None:
     """Killed in one group to have another load, and then in that one: a job that waits loses nothing."""
-    victim = pair[0]
+    # not twice the same: a replica pauses for longer each time that its groups end without a job
+    victim = pair[stage == "capturing"]
     starts = len(worker.events("group_starting"))
-    os.kill(ranks(victim)[0], signal.SIGKILL)
-    loading = eventually(lambda: worker.events("group_starting")[starts:])[0]["pids"]
 
     def is_there() -> bool:
         now = next(one for one in jobs.replicas() if one.id == victim.id)
         return now.epoch == victim.epoch + 1 and now.detail.get("loading", {}).get("stage") == stage
 
-    eventually(is_there)
-    os.kill(loading[1], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in loading), seconds=30)
+    with start.held_up(stage):
+        os.kill(ranks(victim)[0], signal.SIGKILL)
+        loading = eventually(lambda: worker.events("group_starting")[starts:])[0]["pids"]
+        eventually(is_there)
+        os.kill(loading[1], signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in loading))
     job = jobs.wait_completed(jobs.add("a wave"))
     assert (job.attempt, job.crash_count) == (1, 0)
 
@@ -204,7 +229,7 @@ def kill_at(stage: str, jobs: Jobs, replica: Replica, *, rank: int) -> str:
     job_id = jobs.add(directive)
     eventually(lambda: is_there(jobs.get(job_id)))
     os.kill(ranks(replica)[rank], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in ranks(replica)), seconds=30)
+    eventually(lambda: not any(is_alive(pid) for pid in ranks(replica)))
     return job_id
 
 
@@ -294,7 +319,7 @@ def test_rank_of_a_checkpoint_that_is_killed_at_every_stage_in_turn_leaves_nothi
                 before = jobs.replicas()
                 group = ranks(before[0])
                 os.kill(group[turn % 2], signal.SIGKILL)
-                eventually(lambda: not any(is_alive(pid) for pid in group), seconds=30)  # noqa: B023
+                eventually(lambda: not any(is_alive(pid) for pid in group))  # noqa: B023
             jobs.resume(other.id)
             job = jobs.wait_completed(job_id)
             lost = stage not in ("load", "mux")

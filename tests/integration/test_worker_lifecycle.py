@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_contract(tmp_path_factory.mktemp("contract") / "checkpoint")
 
 
-@pytest.fixture
-def settings(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> Settings:
-    """A database of the test's own: a worker that another test left a job for is no use."""
+def settings_in(folder: Path, stack: SharedStack, checkpoint: Path) -> Settings:
     return stack.settings(
         checkpoint=checkpoint,
         pipeline=SCRIPTED,
-        scratch=tmp_path / "scratch",
+        scratch=folder / "scratch",
         poll_seconds=0.1,
-        lease_seconds=3,
         heartbeat_seconds=0.5,
     )
+
+
+@pytest.fixture
+def settings(stack: SharedStack, checkpoint: Path, tmp_path: Path) -> Settings:
+    """A database of the test's own: a worker that another test left a job for is no use."""
+    return settings_in(tmp_path, stack, checkpoint)
+
+
+@pytest.fixture(scope="class")
+def jobs_of_two_ranks(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """The jobs of a worker that renders each on two ranks."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    settings = settings_in(folder, stack, checkpoint).model_copy(update={"provenance": "off"})
+    jobs = Jobs(settings)
+    with Worker(settings, folder / "worker.log", layout="r1s2"):
+        yield jobs
+    jobs.close()
 
 
 class TestRedis:
@@ -80,8 +95,8 @@ class TestRedis:
 
 
 class TestLayouts:
-    def test_two_ranks_render_one_job(self, jobs: Jobs, start_worker: StartWorker) -> None:
-        start_worker(layout="r1s2", provenance="off")
+    def test_two_ranks_render_one_job(self, jobs_of_two_ranks: Jobs) -> None:
+        jobs = jobs_of_two_ranks
         (replica,) = jobs.wait_ready()
         pids = replica.detail["ranks"]
         assert (replica.layout, len(pids)) == ("r1s2", 2)
@@ -104,9 +119,9 @@ class TestLayouts:
         assert (job.attempt, job.crash_count, job.low_memory) == (2, 0, True)
 
     def test_rank_of_several_without_memory_has_all_of_them_take_the_plan_that_needs_less_once(
-        self, jobs: Jobs, start_worker: StartWorker
+        self, jobs_of_two_ranks: Jobs
     ) -> None:
-        start_worker(layout="r1s2")
+        jobs = jobs_of_two_ranks
         # a rank that had not been told of that plan would refuse again
         for prompt in ("[large]", "[large rank 1]"):
             job = jobs.wait_completed(jobs.add(prompt))
@@ -120,10 +135,11 @@ class TestLayouts:
     def test_two_replicas_run_two_jobs_at_once(self, jobs: Jobs, start_worker: StartWorker) -> None:
         worker = start_worker(layout="r2s1")
         jobs.wait_ready(2)
-        long, short = jobs.add("[step 0.2]"), jobs.add()
+        long, short = jobs.add("[step 2]"), jobs.add()
         jobs.wait_completed(short)
         assert jobs.get(long).state == JobState.RUNNING
-        jobs.wait_completed(long)
+        jobs.cancel(long)
+        jobs.wait_for(long, JobState.CANCELLED)
         owners = {jobs.attempts(job_id)[0].lease_owner for job_id in (long, short)}
         assert len(owners) == 2
         assert len(worker.supervisors) == 2
@@ -240,9 +256,13 @@ class TestStop:
     ) -> None:
         with hangup_is(signal.SIG_DFL):
             worker = start_worker()
-        eventually(lambda: settings.scratch.is_dir() and list(settings.scratch.iterdir()))
+        # it tries no longer than this one lets it
+        (media,) = eventually(lambda: worker.descendants)
+        os.kill(media, signal.SIGSTOP)
+        eventually(lambda: list(settings.scratch.iterdir()))
         processes = worker.descendants
         os.kill(worker.pid, number)
+        os.kill(media, signal.SIGCONT)
         assert worker.wait() == 128 + number
         assert not any(is_alive(pid) for pid in processes)
         assert not list(settings.scratch.iterdir())
@@ -314,6 +334,9 @@ class TestKill:
         eventually(lambda: jobs.get(job_id).phase == "muxing" or jobs.get(job_id).state == JobState.COMPLETED)
         (supervisor,) = worker.supervisors
         os.kill(supervisor, signal.SIGKILL)
+        eventually(lambda: not is_alive(supervisor))
+        if jobs.get(job_id).state == JobState.RUNNING:
+            jobs.pass_lease(job_id)
         eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
         job = jobs.get(job_id)
         store = ObjectStore(settings)
@@ -347,6 +370,7 @@ class TestKill:
             # the launcher starts another one, whose name was taken meanwhile, and another when it is free
             eventually(lambda: worker.events("name_taken"))
         # that one finds no trace on disk; the lease gives the job back
+        jobs.pass_lease(job_id)
         eventually(lambda: jobs.reap() or jobs.get(job_id).state == JobState.COMPLETED)
         job = jobs.get(job_id)
         assert (job.attempt, job.crash_count) == (2, 1)
@@ -386,7 +410,7 @@ class TestOutages:
         with Forwarder(settings.database_url) as database:
             database.open()
             url = make_url(settings.database_url).set(port=database.port)
-            start_worker(lease_seconds=8, database_url=url.render_as_string(hide_password=False))
+            start_worker(lease_seconds=14, database_url=url.render_as_string(hide_password=False))
             job_id = jobs.add("[step 1]")
             jobs.wait_for_step(job_id, 1)
             database.shut()
@@ -397,8 +421,8 @@ class TestOutages:
     def test_attempt_is_discarded_when_the_database_is_away_for_longer_than_the_lease(
         self, jobs: Jobs, start_worker: StartWorker
     ) -> None:
-        worker = start_worker()
-        job_id = jobs.add("[step 0.5 on attempt 1]")
+        worker = start_worker(lease_seconds=3)
+        job_id = jobs.add("[step 1 on attempt 1]")
         jobs.wait_for_step(job_id, 1)
         with jobs.outage():
             eventually(lambda: worker.events("lease_lost"))

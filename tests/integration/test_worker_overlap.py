@@ -97,7 +97,7 @@ class TestClaimedAhead:
         assert done.fence > first.fence
 
     def test_claimed_job_is_given_back_when_the_ranks_are_lost(self, worker: Worker, jobs: Jobs) -> None:
-        dying, ahead = jobs.add("[step 0.25] [die at step 4 on attempt 1]"), jobs.add()
+        dying, ahead = jobs.add("[step 0.5] [die at step 4 on attempt 1]"), jobs.add()
         jobs.wait_for(ahead, JobState.CLAIMED)
         done = jobs.wait_completed(ahead)
         assert (done.attempt, done.crash_count) == (1, 0)
@@ -128,7 +128,7 @@ class TestStartedAhead:
         jobs.wait_completed(jobs.add())
 
     def test_job_before_it_that_is_cancelled_or_fails_costs_it_nothing(self, worker: Worker, jobs: Jobs) -> None:
-        decoding, ahead = jobs.add("[unit 0.5]"), jobs.add()
+        decoding, ahead = jobs.add("[unit 1]"), jobs.add()
         jobs.wait_for(ahead, JobState.RUNNING)
         jobs.cancel(decoding)
         jobs.wait_for(decoding, JobState.CANCELLED)
@@ -196,7 +196,7 @@ def start_worker(settings: Settings, tmp_path: Path) -> Iterator[StartWorker]:
 def test_job_whose_start_fails_is_given_up_and_the_one_behind_it_has_its_place(
     jobs: Jobs, start_worker: StartWorker
 ) -> None:
-    worker = start_worker(lease_seconds=4)
+    worker = start_worker()
     jobs.wait_ready()
     decoding, ahead, behind = jobs.add("[unit 0.8]"), jobs.add(), jobs.add()
     with jobs.start_refused(ahead):
@@ -208,11 +208,12 @@ def test_job_whose_start_fails_is_given_up_and_the_one_behind_it_has_its_place(
     assert told == {decoding: False, behind: True}
 
     # nobody renews its lease
-    def reaped() -> bool:
-        jobs.reap()
-        return jobs.get(ahead).state == JobState.COMPLETED
-
-    eventually(reaped)
+    left = jobs.get(ahead)
+    (replica,) = jobs.wait_ready()
+    eventually(lambda: jobs.replicas()[0].last_seen > replica.last_seen)
+    assert jobs.get(ahead).lease_until == left.lease_until
+    jobs.end_lease(ahead)
+    jobs.wait_completed(ahead)
     assert jobs.states(ahead) == ["queued", "claimed", "queued", "claimed", "running", "completed"]
     assert not worker.events("group_ended")
 

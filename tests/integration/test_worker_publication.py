@@ -32,8 +32,8 @@ def media() -> Iterator[MediaProcess]:
 
 
 @pytest.fixture(autouse=True)
-def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 2.0)
+def _times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 60.0)
     monkeypatch.setattr(publication, "_FIRST_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
 
@@ -109,8 +109,12 @@ def test_everything_is_stored_and_described(
 
 
 def test_one_that_the_store_refuses_is_left_out(
-    publish: Callable[..., Publication], proxy: S3Proxy, stored: Callable[[], set[str]]
+    publish: Callable[..., Publication],
+    proxy: S3Proxy,
+    stored: Callable[[], set[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 4.0)
     proxy.rule = lambda request: S3Fault.REFUSE if is_put_of(request, "thumbnail.jpg") else S3Fault.PASS
     one = publish()
     assert one.wait(60)
@@ -123,8 +127,12 @@ def test_one_that_the_store_refuses_is_left_out(
 
 
 def test_one_that_is_stored_too_late_is_removed_again(
-    publish: Callable[..., Publication], proxy: S3Proxy, stored: Callable[[], set[str]]
+    publish: Callable[..., Publication],
+    proxy: S3Proxy,
+    stored: Callable[[], set[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 4.0)
     # the store has the object, and the client hears nothing for longer than the job waits
     proxy.rule = lambda request: S3Fault.HANG_AFTER_BODY if is_put_of(request, "audio.m4a") else S3Fault.PASS
     one = publish()

@@ -33,7 +33,6 @@ def settings(stack: SharedStack, tmp_path: Path) -> Settings:
         pipeline=SCRIPTED,
         scratch=tmp_path / "scratch",
         poll_seconds=0.1,
-        lease_seconds=3,
         heartbeat_seconds=0.5,
         drain_after_crashes=100,
         worker_name="farm",
@@ -104,11 +103,11 @@ class TestPlaces:
         first.wait()
         with Forwarder(settings.database_url) as database:
             url = make_url(settings.database_url).set(port=database.port)
-            worker = start_worker(database_url=url.render_as_string(hide_password=False))
+            worker = start_worker(lease_seconds=3, database_url=url.render_as_string(hide_password=False))
             eventually(lambda: worker.events("name_unchecked"))
             database.open()
             eventually(lambda: ("farm-r0", "ready") in told() and len(jobs.all_replicas()) == 2)
-            sweeper = Sweeper(settings)
+            sweeper = Sweeper(settings.model_copy(update={"lease_seconds": 3}))
             eventually(lambda: sweeper.sweep() or told() == [("farm-r0", "ready")])
             sweeper.close()
 

@@ -19,9 +19,9 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [odd phase]                a phase is entered that there is not
     [odd words]                a generation error with characters that Postgres takes none of
 
-`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail,
-`SCRIPTED_CAPTURE_SECONDS` is what comes after it. Where `SCRIPTED_LOAD_LIMIT` names a file, loading goes no further
-than the percentage that is in it.
+`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail. Where
+`SCRIPTED_LOAD_LIMIT` names a file, loading goes no further than the percentage that is in it, and where
+`SCRIPTED_CAPTURE_HOLD` does, what comes after loading goes on as long as that is there.
 """
 
 import os
@@ -54,7 +54,9 @@ class ScriptedPipeline:
         with watch.stage("loading weights"):
             _load(watch, float(os.environ.get("SCRIPTED_LOAD_SECONDS", "0")))
         with watch.stage("capturing"):
-            time.sleep(float(os.environ.get("SCRIPTED_CAPTURE_SECONDS", "0")))
+            hold = os.environ.get("SCRIPTED_CAPTURE_HOLD")
+            while hold is not None and Path(hold).exists():
+                time.sleep(0.05)
         if error := os.environ.get("SCRIPTED_LOAD_ERROR"):
             raise CheckpointError(f"{checkpoint}: {error}")
 

@@ -339,7 +339,7 @@ class Worker:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
-    def wait(self, *, seconds: float = 60.0) -> int:
+    def wait(self, *, seconds: float = 180.0) -> int:
         return self._process.wait(seconds)
 
     def events(self, name: str) -> list[dict[str, Any]]:
