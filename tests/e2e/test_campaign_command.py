@@ -117,7 +117,7 @@ def operator(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.Temp
             operator.start_api()
             operator.start("dispatcher")
             operator.start("loader")
-            wait_until(operator.is_up, timeout_seconds=60)
+            wait_until(operator.is_up)
             yield operator
     finally:
         operator.close()
@@ -222,10 +222,9 @@ def slow_api(operator: Operator, video_id: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
-            answer = httpx.get(f"{operator.url}{self.path}", headers=headers, trust_env=False)
+            answer = httpx.get(f"{operator.url}{self.path}", headers=headers, trust_env=False, timeout=60)
             if "format=jsonl" in self.path:
-                deleted = httpx.delete(f"{operator.url}/v1/videos/{video_id}", headers=AUTHORIZED, trust_env=False)
-                deleted.raise_for_status()
+                operator.http.delete(f"/v1/videos/{video_id}").raise_for_status()
             self.send_response(answer.status_code)
             for name in ("content-type", "etag", "content-range"):
                 if name in answer.headers:
@@ -255,7 +254,7 @@ def test_a_watch_outlives_the_api(operator: Operator, tmp_path: Path) -> None:
         said.append(watching.stdout.readline())
         assert said[-1], said
     operator.start_api()
-    wait_until(operator.is_up, timeout_seconds=60)
+    wait_until(operator.is_up)
     operator.run("resume", campaign_id)
     out, err = watching.communicate(timeout=240)
     assert watching.returncode == 0, out + err

@@ -62,7 +62,11 @@ def up(runs: Runs) -> Up:
 
 def scripted(pipeline: str) -> dict[str, str]:
     """Variables of a pipeline of `support`, for what does not depend on what is rendered."""
-    return {"RUSHES_PIPELINE": pipeline, "PYTHONPATH": os.pathsep.join([str(TESTS), *PLACES])}
+    return {
+        "RUSHES_PIPELINE": pipeline,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *PLACES]),
+        "RUSHES_SHUTDOWN_GRACE_SECONDS": "1",
+    }
 
 
 def is_alive(pid: int) -> bool:
@@ -166,7 +170,7 @@ def test_arguments_that_cannot_be_served_are_named_before_anything_is_started(
 def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(runs: Runs) -> None:
     first = runs.running()
     # longer than a run that ends waits for it
-    wanted = REQUEST | {"prompt": "A paper boat [step 1.5]"}
+    wanted = REQUEST | {"prompt": "A paper boat [step 0.7]"}
     video = first.client.post("/videos", json=wanted).raise_for_status().json()
     wait_until(lambda: first.video(video["id"])["status"] == "in_progress")
     processes = descendants(first.popen.pid)
@@ -180,7 +184,7 @@ def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(runs: Runs)
 
 
 def test_killed_run_leaves_no_process(up: Up) -> None:
-    wanted = REQUEST | {"prompt": "A paper boat [step 1.5]"}
+    wanted = REQUEST | {"prompt": "A paper boat [step 0.7]"}
     video = up.client.post("/videos", json=wanted).raise_for_status().json()
     wait_until(lambda: up.video(video["id"])["status"] == "in_progress")
     parts = {"postgres", "valkey", "seaweedfs", "api", "dispatcher", "deliver", "loader", "worker"}

@@ -22,7 +22,7 @@ def check_completed_once(service: Service, *ids: str) -> None:
 
 def test_redis_loses_everything_while_jobs_wait(service: Service) -> None:
     # a replica holds two: the one that it renders and the one that it takes next
-    running = service.post(prompt="A wave [step 1.5]")["id"]
+    running = service.post(prompt="A wave [step 0.7]")["id"]
     held, waiting = (service.post(seed=seed)["id"] for seed in (2, 3))
     service.jobs.wait_for_step(running, 1)
     with Redis.from_url(service.settings.redis_url) as redis:
