@@ -35,6 +35,7 @@ from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 from rushes_worker.pipeline.clip_shape import ClipShape
 from rushes_worker.pipeline.decode import CONVERSIONS, ClipDecoder
 from rushes_worker.pipeline.denoise import Denoiser
+from rushes_worker.pipeline.footprint import check_device_holds, least_weight_bytes
 from rushes_worker.pipeline.graphs import Graphs, MemoryUse
 from rushes_worker.pipeline.options import PipelineOptions
 from rushes_worker.pipeline.outbound import Handover
@@ -66,6 +67,11 @@ class Precision:
             return cls(torch.bfloat16, torch.bfloat16, torch.float16)
         return cls(torch.float32, torch.float32, torch.float32)
 
+    def least_bytes(self, checkpoint: Checkpoint, sp: int) -> int:
+        """What the weights of every one of `sp` ranks take at the least."""
+        dtypes = {"transformer": self.transformer, "text_encoder": self.text_encoder, "vae": self.video_vae}
+        return least_weight_bytes(checkpoint, sp, dtypes)
+
     def __str__(self) -> str:
         parts = {"transformer": self.transformer, "text encoder": self.text_encoder, "video VAE": self.video_vae}
         return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in parts.items())
@@ -95,7 +101,8 @@ class FastH3Pipeline:
 
         Raises:
             CheckpointError: the directory cannot be served.
-            ValueError: `sp` does not divide the transformer's heads, an option is unknown or cannot be served.
+            ValueError: `sp` does not divide the transformer's heads, an option is unknown or cannot be served, or the
+                device has less memory than the weights take.
         """
         chosen = PipelineOptions.parse(options)
         watch = watch or Unwatched()
@@ -106,6 +113,8 @@ class FastH3Pipeline:
         self._device = self._parallel.device
         precision = Precision.of(self._device)
         if self._device.type == "cuda":
+            need, total = precision.least_bytes(opened, self._parallel.size), torch.cuda.mem_get_info(self._device)[1]
+            check_device_holds(need, self._device, total, self._parallel.size)
             torch.cuda.set_device(self._device)
             # the default stream cannot be captured; everything of this rank runs on this one
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
