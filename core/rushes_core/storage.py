@@ -22,7 +22,13 @@ from urllib.parse import quote
 
 from boto3.session import Session
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ResponseStreamingError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    ResponseStreamingError,
+)
 
 from rushes_core.errors import BucketMissing, ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
@@ -193,7 +199,7 @@ class ObjectStore:
     def begin(self, key: str, *, max_bytes: int) -> "Upload":
         """Begin to store an object of at most `max_bytes` piece by piece."""
         part_bytes = max(PART_BYTES, -(-max_bytes // _MAX_PARTS))
-        return Upload(self._client, self.bucket, key, folder=self._settings.scratch, part_bytes=part_bytes)
+        return Upload(self._clients, self.bucket, key, folder=self._settings.scratch, part_bytes=part_bytes)
 
     def head(self, key: str) -> StoredObject | None:
         """What the store holds under `key`, or None."""
@@ -260,9 +266,11 @@ class ObjectStore:
 
     def list_pages(self, prefix: str) -> Iterator[list[StoredItem]]:
         """Everything below `prefix`, in pages of at most 1,000."""
-        pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
+        said = f"{self.bucket}/{prefix}"
+        with _translated(said):
+            pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
         while True:
-            with _translated(f"{self.bucket}/{prefix}"):
+            with _translated(said):
                 page = next(pages, None)
             if page is None:
                 return
@@ -340,10 +348,10 @@ class Upload:
     `ObjectStore.abort_uploads` finds.
     """
 
-    def __init__(self, client: Any, bucket: str, key: str, *, folder: Path, part_bytes: int) -> None:
+    def __init__(self, clients: "_Clients", bucket: str, key: str, *, folder: Path, part_bytes: int) -> None:
         self.key = key
         self.num_bytes = 0
-        self._client = client
+        self._clients = clients
         self._object = {"Bucket": bucket, "Key": key}
         self._folder = folder
         self._part_bytes = part_bytes
@@ -416,6 +424,10 @@ class Upload:
             with suppress(OSError):
                 self._part.close()
 
+    @property
+    def _client(self) -> Any:
+        return self._clients.internal
+
     def _complete_parts(self) -> None:
         try:
             self._client.complete_multipart_upload(
@@ -459,7 +471,7 @@ class Upload:
 
 
 class _Clients:
-    """Made when they are first needed: that takes a moment."""
+    """Made when they are first needed: that takes a moment. What is raised then is raised until it can be done."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -484,7 +496,11 @@ class _Clients:
         if style == "auto":
             # a dotted bucket name or a bare address cannot be a virtual host
             style = "path" if endpoint_url else "virtual"
-        client = Session().client(
+        session = Session()
+        if not settings.s3_access_key_id and session.get_credentials() is None:
+            # the client would never look for them again, and what has them may only not be up yet
+            raise NoCredentialsError
+        client = session.client(
             "s3",
             region_name=settings.s3_region,
             endpoint_url=endpoint_url or None,

@@ -288,15 +288,34 @@ def test_objects_are_removed_from_a_store_that_wants_an_md5_of_the_list(
     assert store.head("results/removed/a") is None
 
 
-def test_without_credentials_no_url_is_signed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_nobody_has_yet_are_looked_for_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    later = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(later))
     store = ObjectStore(settings.model_copy(update={"s3_access_key_id": "", "s3_secret_access_key": SecretStr("")}))
     with pytest.raises(StorageError, match="credentials"):
+        store.head("k")
+    with pytest.raises(StorageError, match="credentials"):
+        list(store.list_pages("k"))
+    with pytest.raises(StorageError, match="credentials"):
         store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
+    upload = store.begin("k", max_bytes=1)
+    upload.write(b"x")
+    with pytest.raises(StorageError, match="credentials"):
+        upload.complete()
+    later.write_text(
+        f"[default]\naws_access_key_id = {settings.s3_access_key_id}\n"
+        f"aws_secret_access_key = {settings.s3_secret_access_key.get_secret_value()}\n"
+    )
+    upload.complete()
+    upload.close()
+    url = store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
+    assert httpx.get(url).content == b"x"
 
 
 class TestUpload:
