@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 from rushes_core import jobs
+from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import File
 from rushes_core.settings import Settings
 from rushes_core.storage import Upload, file_key
 from rushes_worker.campaigns import manifest
 from rushes_worker.campaigns.ender import Ender
+from sqlalchemy import make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from support.campaigns import Campaigns, jsonl, openai_line
 from support.checkpoints import tiny_checkpoint
+from support.faults.proxy import Mode, TcpProxy
 from support.stack import SharedStack
 
 
@@ -219,6 +223,32 @@ class TestFaults:
         assert campaigns.content(campaign.output_file_id)
         kept = [item.key for page in campaigns.store.list_pages("files/") for item in page]
         assert kept.count(file_key("default", str(campaign.output_file_id))) == 1
+
+    def test_files_stay_whose_end_was_committed_though_nobody_heard_of_it(
+        self, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        campaign_id = done(campaigns, [None])
+        url = make_url(campaigns.settings.database_url)
+        publish = manifest.Manifest.publish
+        with TcpProxy(url.host or "", url.port or 5_432) as proxy:
+            proxied = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+            settings = campaigns.settings.model_copy(update={"database_url": proxied})
+
+            def then_lose_the_reply(one: manifest.Manifest, session: Session) -> None:
+                publish(one, session)
+                proxy.set(Mode.LOSE_REPLY, budget=1)
+
+            engine = create_sync_engine(settings)
+            with monkeypatch.context() as patch:
+                patch.setattr(manifest.Manifest, "publish", then_lose_the_reply)
+                with pytest.raises(DBAPIError):
+                    Ender(settings, campaigns.model, engine, owner="test").turn()
+            engine.dispose()
+            assert proxy.strikes == 1
+        campaign = campaigns.read(campaign_id)
+        assert campaign.state == "completed"
+        assert campaigns.content(campaign.output_file_id)
+        assert list(Path(campaigns.settings.scratch).iterdir()) == []
 
     def test_nothing_stays_in_the_scratch_directory(self, campaigns: Campaigns, settings: Settings) -> None:
         done(campaigns, [None, "worker_lost"])

@@ -54,6 +54,7 @@ class Manifest:
         self._engine = engine
         self._store = store
         self._uploads: dict[Part, Upload] = {}
+        self._may_be_known = False
         self._old = [getattr(campaign, part.column) for part in PARTS]
 
     def write(self, *, goes_on: Callable[[], bool]) -> bool:
@@ -79,6 +80,8 @@ class Manifest:
 
     def publish(self, session: Session) -> None:
         """Make the files known, in place of those of an earlier end."""
+        # the commit may take effect and its reply be lost
+        self._may_be_known = True
         campaign = self._campaign
         for part, upload in self._uploads.items():
             session.execute(
@@ -97,10 +100,11 @@ class Manifest:
             session.execute(files.delete_file(old, project=campaign.project))
 
     def discard(self) -> None:
-        """Leave nothing in the store; what cannot be removed now is an orphan."""
+        """Leave nothing in the store, unless it may be known; what stays and has no row is an orphan."""
         for upload in self._uploads.values():
             try:
-                upload.discard()
+                if not self._may_be_known:
+                    upload.discard()
             except StorageError as error:
                 log.warning("upload_stays", key=upload.key, error=str(error).splitlines()[0])
             upload.close()
