@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rushes_core.log import get_logger
@@ -26,27 +27,29 @@ class Scratch:
 
     def __init__(self, parent: Path, *, free_bytes: int = 0) -> None:
         self._free_bytes = free_bytes
-        self._was_full = False
+        self.is_full = False
+        """When it was looked at last."""
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            lock = _lock(self.path)
             # the sweep of another replica may have come between making and locking
-            if lock is not None and self.path.exists():
-                self._lock = lock
-                return
+            with suppress(BlockingIOError, FileNotFoundError):
+                self._lock = _lock(self.path)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
 
     @property
     def has_room(self) -> bool:
         """Whether a job may be begun. When that changes, the log says so."""
         free = shutil.disk_usage(self.path).free
         is_full = free < self._free_bytes
-        if is_full and not self._was_full:
+        if is_full and not self.is_full:
             log.error("scratch_full", path=str(self.path), free_bytes=free, needed_bytes=self._free_bytes)
-        elif self._was_full and not is_full:
+        elif self.is_full and not is_full:
             log.info("scratch_has_room", free_bytes=free)
-        self._was_full = is_full
+        self.is_full = is_full
         return not is_full
 
     def remove(self) -> None:
@@ -63,27 +66,35 @@ def check_directory(parent: Path) -> None:
         free = shutil.disk_usage(parent).free
     except OSError as error:
         raise ValueError(f"RUSHES_SCRATCH={parent} cannot be written: {error.strerror}") from error
+    try:
+        with tempfile.TemporaryDirectory(dir=parent) as probe:
+            os.close(_lock(Path(probe)))
+    except OSError as error:
+        raise ValueError(f"RUSHES_SCRATCH={parent} is on a file system without locks: {error.strerror}") from error
     if free < _MIN_FREE_BYTES:
         raise ValueError(f"RUSHES_SCRATCH={parent} has {free} bytes free, needed are at least {_MIN_FREE_BYTES}")
 
 
 def _sweep(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*"):
-        lock = _lock(path)
-        if lock is not None:
+        # it is held, gone or another user's
+        with suppress(OSError):
+            lock = _lock(path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of directory `path`; None if it is held, gone or another user's."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock of directory `path`.
+
+    Raises:
+        BlockingIOError: another one holds it.
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
