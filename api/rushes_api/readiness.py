@@ -73,8 +73,9 @@ class Readiness:
             return {"migrations": OK, **await self._check_workers(session)}
 
     async def _check_workers(self, session: AsyncSession) -> dict[str, str]:
-        ready = replicas.up(seen_within_seconds=self._settings.lease_seconds).where(
-            Replica.model == self._model, Replica.state.in_(("ready", "busy"))
-        )
-        found = (await session.execute(ready.limit(1))).scalar_one_or_none()
-        return {"workers": OK if found else f"no replica is ready for model {self._model}"}
+        up = replicas.up(seen_within_seconds=self._settings.lease_seconds).where(Replica.model == self._model)
+        states = set((await session.execute(up.with_only_columns(Replica.state))).scalars())
+        if states & {"ready", "busy"}:
+            return {"workers": OK}
+        why = ": there is no room in RUSHES_SCRATCH" if "full" in states else ""
+        return {"workers": f"no replica is ready for model {self._model}{why}"}

@@ -499,7 +499,7 @@ class Replica(Base):
     model: Mapped[str]
     device: Mapped[str]
     state: Mapped[str] = mapped_column(String(16))
-    """`starting`, `ready`, `busy`, `drained`, `stopping` or `stopped`."""
+    """`starting`, `ready`, `busy`, `full` (its scratch disk), `drained`, `stopping` or `stopped`."""
     epoch: Mapped[int]
     """Counts the rank groups that this supervisor has started."""
     job_id: Mapped[str | None]

@@ -82,7 +82,10 @@ class TestReadiness:
             driver.report_replica(model="another", state="ready")
             assert checks(client, 503)["workers"] != "ok"
             driver.report_replica(model=model, state="starting")
-            assert checks(client, 503)["workers"] != "ok"
+            assert checks(client, 503)["workers"] == f"no replica is ready for model {model}"
+            driver.report_replica(model=model, state="full")
+            full = f"no replica is ready for model {model}: there is no room in RUSHES_SCRATCH"
+            assert checks(client, 503)["workers"] == full
             driver.report_replica(model=model, state="busy")
             assert set(checks(client, 200).values()) == {"ok"}
         driver.close()

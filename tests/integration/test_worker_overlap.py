@@ -269,7 +269,7 @@ def test_replica_without_room_on_its_disk_claims_nothing(jobs: Jobs, start_worke
     worker = start_worker(scratch_free_bytes=2**62)
     job_id = jobs.add()
     eventually(lambda: worker.events("scratch_full"))
-    jobs.wait_ready()
+    eventually(lambda: [one.state for one in jobs.replicas()] == ["full"])
     assert jobs.states(job_id) == ["queued"]
     jobs.delete(job_id)
 

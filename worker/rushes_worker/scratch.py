@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +28,8 @@ class Scratch:
 
     def __init__(self, parent: Path, *, free_bytes: int = 0) -> None:
         self._free_bytes = free_bytes
-        self.is_full = False
-        """When it was looked at last."""
+        self._was_full = False
+        self._looking = threading.Lock()
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
         while True:
@@ -42,14 +43,15 @@ class Scratch:
 
     @property
     def has_room(self) -> bool:
-        """Whether a job may be begun. When that changes, the log says so."""
+        """Whether a job may be begun. When that changes, the log says so. Any thread may ask."""
         free = shutil.disk_usage(self.path).free
         is_full = free < self._free_bytes
-        if is_full and not self.is_full:
+        with self._looking:
+            has_changed, self._was_full = is_full != self._was_full, is_full
+        if has_changed and is_full:
             log.error("scratch_full", path=str(self.path), free_bytes=free, needed_bytes=self._free_bytes)
-        elif self.is_full and not is_full:
+        elif has_changed:
             log.info("scratch_has_room", free_bytes=free)
-        self.is_full = is_full
         return not is_full
 
     def remove(self) -> None:

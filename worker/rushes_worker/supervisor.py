@@ -229,8 +229,7 @@ class Supervisor:
                     if self._runner.run(claim, group):
                         self._failures = 0
                     continue
-                # while it drains it waits for no work, and is drained when everything is given back or ended
-                state = "ready" if not draining else "busy" if self._heartbeat.fences else "drained"
+                state = self._idle_state(draining)
                 if state != shown:
                     if "drained" in (state, shown):
                         log.info("replica_drained" if state == "drained" else "replica_resumed")
@@ -239,6 +238,12 @@ class Supervisor:
                 group.wait(self._settings.poll_seconds, self._wake)
         finally:
             self._claimer.shut()
+
+    def _idle_state(self, draining: bool) -> str:
+        if draining:
+            # it waits for no work, and is drained when everything is given back or ended
+            return "busy" if self._heartbeat.fences else "drained"
+        return "ready" if self._scratch.has_room else "full"
 
     def _take_ahead(self) -> Claim | None:
         if self._stopping.requested or self._heartbeat.drain_requested:

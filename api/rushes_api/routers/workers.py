@@ -67,8 +67,9 @@ class Worker(Listed):
     name: str
     """The same after a restart; `id` is not."""
     status: str
-    """`starting`, `ready`, `busy`, `draining`, `drained` or `stopping` as it said last; `silent` when nothing was heard
-    of it for `RUSHES_LEASE_SECONDS` and its jobs are given to others, `lost` when that is ten times as long ago."""
+    """`starting`, `ready`, `busy`, `full`, `draining`, `drained` or `stopping` as it said last; `silent` when nothing
+    was heard of it for `RUSHES_LEASE_SECONDS` and its jobs are given to others, `lost` when that is ten times as long
+    ago. One that is `full` takes no jobs until there is room in its `RUSHES_SCRATCH`."""
     silent_seconds: int | None
     """Since it was heard of last, by the database's clock; null unless it is `silent` or `lost`."""
     model: str
@@ -218,7 +219,7 @@ def _worker(
 def _status(replica: Replica) -> str:
     """Its state as it was told last, which it hears of with its next heartbeat."""
     is_asked_to_drain = replica.drain_requested_at is not None
-    if is_asked_to_drain and replica.state in ("ready", "busy"):
+    if is_asked_to_drain and replica.state in ("ready", "busy", "full"):
         return "draining"
     return "ready" if replica.state == "drained" and not is_asked_to_drain else replica.state
 
