@@ -101,7 +101,8 @@ def refuse_directory(checkpoint: Path) -> str | None:
         # one that can be listed need not be one whose files can be reached
         (checkpoint / CONTRACT_FILE).exists()
     except (OSError, RuntimeError) as error:  # a loop of symbolic links is a RuntimeError up to Python 3.12
-        return f"{checkpoint}: {getattr(error, 'strerror', None) or error}"
+        where = getattr(error, "filename", None) or checkpoint
+        return f"{where}: {getattr(error, 'strerror', None) or error}"
     return None
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from rushes_core.errors import CheckpointError
 from rushes_worker.checkpoint.directory import MAX_LISTED, open_checkpoint
 from rushes_worker.checkpoint.weights import FileWeights
 from safetensors.torch import load_file, save_file
-from support.checkpoints import edit_header, edit_json, edit_tensors
+from support.checkpoints import copy_checkpoint, edit_header, edit_json, edit_tensors
+from support.permissions import unprivileged
 
 STEM = "diffusion_pytorch_model"
 FIRST, SECOND = f"transformer/{STEM}-00001-of-00002.safetensors", f"transformer/{STEM}-00002-of-00002.safetensors"
@@ -504,6 +506,21 @@ def test_the_message_stays_bounded(damaged: Path) -> None:
     lines = str(raised.value).splitlines()
     assert len(lines) == MAX_LISTED + 2
     assert lines[-1].strip() == f"and {100 - MAX_LISTED} more"
+
+
+@pytest.mark.parametrize(
+    "name", ["vae", "modular_model_index.json", "fastvideo_inference.json", "checkpoint_content.json"]
+)
+def test_link_to_where_nobody_may_look_is_named(tiny: Path, name: str) -> None:
+    with TemporaryDirectory() as folder:
+        copy, elsewhere = copy_checkpoint(tiny, Path(folder, "copy")), Path(folder, "elsewhere")
+        Path(folder).chmod(0o755)
+        elsewhere.mkdir()
+        (copy / name).rename(elsewhere / name)
+        (copy / name).symlink_to(elsewhere / name)
+        elsewhere.chmod(0o600)
+        with unprivileged(), pytest.raises(CheckpointError, match=f"{copy / name}: Permission denied"):
+            open_checkpoint(copy)
 
 
 def test_base_model_is_told_from_a_student(damaged: Path) -> None:

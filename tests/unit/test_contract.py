@@ -1,16 +1,15 @@
 """The inference contract is read from the checkpoint, checked whole, and refused with file, field and value named."""
 
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import CheckpointError
+from support.permissions import unprivileged
 
 CONTRACT: dict[str, Any] = {
     "schema_version": "fasth3-inference-contract-v1",
@@ -196,7 +195,7 @@ class TestDirectory:
     def test_directory_that_can_only_be_listed_is_refused(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder)).chmod(0o644)
-            with unprivileged(), pytest.raises(CheckpointError, match=f"{folder}: Permission denied"):
+            with unprivileged(), pytest.raises(CheckpointError, match=f"{folder}/.*: Permission denied"):
                 load_contract(Path(folder))
 
     @pytest.mark.parametrize(
@@ -209,15 +208,3 @@ class TestDirectory:
         make(tmp_path / "fastvideo_inference.json")
         with pytest.raises(CheckpointError, match=r"inference\.json: (not a file|a link that leads nowhere)$"):
             load_contract(tmp_path)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Within, permissions count for root, too."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65_534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)

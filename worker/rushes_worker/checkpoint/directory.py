@@ -122,14 +122,24 @@ def describe(path: Path, problems: list[str]) -> str:
 def examine(path: Path) -> Examination:
     """Look at everything in the directory; nothing is raised for what is wrong with it."""
     found = Examination(path)
+    try:
+        _look_at_all(found)
+    except OSError as error:
+        # a link may lead to where nobody may look whether anything is there
+        found.problems.append(f"{error.filename or path}: {error.strerror or error}")
+    return found
+
+
+def _look_at_all(found: Examination) -> None:
+    path = found.path
     refusal = refuse_directory(path)
     if refusal is not None:
         found.problems.append(refusal)
-        return found
+        return
     found.contract, problems = read_contract(path)
     found.problems += problems
     if found.contract is None and not any((path / name).is_dir() for name in COMPONENTS):
-        return found
+        return
     _check_index(path, found.problems)
     _read_configs(found)
     for name in COMPONENTS:
@@ -142,7 +152,6 @@ def examine(path: Path) -> Examination:
     _check_agreement(found)
     _check_tokenizer(found)
     _check_content(found)
-    return found
 
 
 def _check_index(path: Path, problems: list[str]) -> None:
