@@ -45,6 +45,7 @@ _BROKEN = (ResponseStreamingError, IncompleteReadError)
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
+_CONNECT_SECONDS = 3
 _READ_TIMEOUT_SECONDS = 20
 """How long the store may be silent in the middle of an answer."""
 _CHECK_SECONDS = 3
@@ -173,7 +174,7 @@ class ObjectStore:
         stored: StoredObject | None = None
         try:
             with path.open("rb") as file:
-                self._client.put_object(
+                self._clients.sending.put_object(
                     Bucket=self.bucket,
                     Key=key,
                     Body=file,
@@ -393,7 +394,7 @@ class Upload:
         """
         with _translated(self.key):
             if self._upload_id is None:
-                self._client.put_object(**self._object, **self._body(), ContentType=_BINARY)
+                self._clients.sending.put_object(**self._object, **self._body(), ContentType=_BINARY)
             else:
                 if self.num_bytes > self._stored_bytes:
                     self._store_part()
@@ -457,7 +458,9 @@ class Upload:
                     **self._object, ContentType=_BINARY, ChecksumAlgorithm="SHA256"
                 )
                 self._upload_id = begun["UploadId"]
-            stored = self._client.upload_part(**self._object, **body, UploadId=self._upload_id, PartNumber=number)
+            stored = self._clients.sending.upload_part(
+                **self._object, **body, UploadId=self._upload_id, PartNumber=number
+            )
         self._parts.append({"PartNumber": number, "ETag": stored["ETag"], "ChecksumSHA256": body["ChecksumSHA256"]})
         self._stored_bytes = self.num_bytes
         self._part_digest = hashlib.sha256()
@@ -479,6 +482,11 @@ class _Clients:
     @cached_property
     def internal(self) -> Any:
         return self._new_client(self._settings.s3_endpoint_url)
+
+    @cached_property
+    def sending(self) -> Any:
+        """For what has a body: on a new connection that must not stall for longer than it may take to connect."""
+        return self._new_client(self._settings.s3_endpoint_url, connect_timeout=_READ_TIMEOUT_SECONDS)
 
     @cached_property
     def public(self) -> Any:
@@ -515,7 +523,7 @@ class _Clients:
                 response_checksum_validation="when_required",
                 s3={"addressing_style": style},
                 **{
-                    "connect_timeout": 3,
+                    "connect_timeout": _CONNECT_SECONDS,
                     "read_timeout": _READ_TIMEOUT_SECONDS,
                     "retries": {"mode": "standard", "max_attempts": 4},
                     **options,

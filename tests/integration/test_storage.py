@@ -3,6 +3,7 @@
 import hashlib
 import random
 import resource
+import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -211,6 +212,25 @@ def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
         proxy.freeze()
         with pytest.raises(StorageError, match="k: "):
             list(pieces)
+
+
+def test_a_store_that_stalls_while_it_takes_an_object_is_not_sent_it_anew(
+    proxied: ObjectStore, proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_CONNECT_SECONDS", 0.2)
+    big = tmp_path / "big"
+    # more than the sockets on the way hold
+    big.write_bytes(bytes(16_000_000))
+
+    def stall(request: Request) -> S3Fault:
+        if request.method == "PUT":
+            # the client waits for a second to be told to go on, and then sends
+            time.sleep(1.5)
+        return S3Fault.PASS
+
+    proxy.rule = stall
+    _put(proxied, "results/stalled", big)
+    assert [method for method, _, _ in proxy.seen] == ["PUT", "HEAD"]
 
 
 def test_a_connection_that_breaks_in_the_middle_of_an_object_is_followed_by_another(
