@@ -1,5 +1,6 @@
 """Fixtures that more than one tier uses. Nothing of the servers is imported or started until a test asks for it."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -12,6 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["support.stack"]
+
+# A tenth of what a run computes was the collector of garbage, at Python's own threshold for a heap of this size
+gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
 
 # structlog's own choice of a traceback takes seconds to draw
 structlog.configure(
