@@ -41,6 +41,7 @@ _KINDS: dict[str, type[StorageError]] = {
     **dict.fromkeys(("403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), StorageRefused),
 }
 """What is raised, by the code of the store's answer."""
+_REDIRECTS = (301, 302, 307)
 _BROKEN = (ResponseStreamingError, IncompleteReadError)
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
@@ -531,6 +532,8 @@ class _Clients:
             ),
         )
         client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+        if endpoint_url:
+            client.meta.events.register_first("needs-retry.s3", _refuse_redirect)
         return client
 
 
@@ -538,6 +541,16 @@ def _add_md5(params: dict[str, Any], **_: object) -> None:
     # boto3 sends a newer checksum, and many a store refuses to delete without this one
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _refuse_redirect(response: Any, **_: object) -> None:
+    # boto3 takes it for a bucket of another region, and asks which until it may call no deeper
+    if response is None:
+        return
+    answer, _ = response
+    if answer.status_code in _REDIRECTS and "x-amz-bucket-region" not in answer.headers:
+        where = answer.headers.get("location", "nowhere")
+        raise StorageError(f"the store's endpoint answers {answer.status_code} and leads to {where}")
 
 
 def content_disposition(filename: str, *, kind: str = "inline") -> str:

@@ -4,7 +4,7 @@ import hashlib
 import random
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,21 @@ def test_what_was_in_a_bucket_that_is_gone_is_lost_unless_the_bucket_is_to_be_th
     missing = ObjectStore(settings.model_copy(update={"s3_output_buckets": "retired-bucket"}))
     with pytest.raises(BucketMissing):
         missing.in_bucket("retired-bucket").read("k", 0, 1)
+
+
+def test_an_endpoint_that_leads_elsewhere_is_told(proxied: ObjectStore, proxy: S3Proxy, clip: Path) -> None:
+    proxy.rule = lambda _: S3Fault.MOVED
+    uses: list[Callable[[], object]] = [
+        proxied.check,
+        lambda: proxied.head("k"),
+        lambda: proxied.read("k", 0, 1),
+        lambda: _put(proxied, "k", clip),
+        lambda: proxied.delete_prefix("k"),
+    ]
+    for use in uses:
+        with pytest.raises(StorageError, match="the store's endpoint answers 301 and leads to nowhere"):
+            use()
+    assert len(proxy.seen) == len(uses)
 
 
 def test_a_part_is_not_held_against_the_checksum_of_the_whole(

@@ -251,6 +251,8 @@ class S3Fault(StrEnum):
     """The body is taken at `bytes_per_second`."""
     REFUSE = "refuse"
     """The connection is reset at once."""
+    MOVED = "301"
+    """301 without more, as what stands before a store says of http:// when it wants https://."""
     NO_UPLOAD = "no upload"
     """404 NoSuchUpload, as some stores say of a multipart upload that was completed already."""
     NO_CHECKSUMS = "no checksums"
@@ -299,6 +301,9 @@ class S3Proxy(_Proxy):
             request.body = await self._read_body(reader, writer, headers, slow=fault is S3Fault.SLOW)
             if fault is S3Fault.ERROR_AFTER_BODY:
                 await _answer(writer, 500, "InternalError")
+                return
+            if fault is S3Fault.MOVED:
+                await _answer(writer, 301, "Moved")
                 return
             if fault is S3Fault.NO_UPLOAD:
                 await _answer(writer, 404, "NoSuchUpload")
