@@ -13,6 +13,9 @@ PREFIX = "RUSHES_"
 
 # S3's rules for names of buckets
 _BUCKET = re.compile(r"(?!.*\.\.)(?!(?:[0-9]+\.){3}[0-9]+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+# what the store's client takes for a host: no underscores, as names of containers may have
+_LABEL = "(?!-)[a-z0-9-]{1,63}(?<!-)"
+_STORE_HOST = re.compile(rf"(?:{_LABEL}\.)*{_LABEL}\.?|[0-9a-f.]*:[0-9a-f:.]*", re.ASCII)
 # what the store's client takes for a region, whose name may become part of a host's
 _REGION = re.compile(r"(?![0-9]+$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)", re.ASCII)
 _HOST = r"(?:\[[0-9a-f:.]+\]|[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?(?:\.[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?)*)"
@@ -173,12 +176,15 @@ def check_endpoint(url: str) -> str:
     """
     try:
         parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        is_one = is_one and not re.search(r"\s|[?#@]", url)
+        is_one = parts.scheme in ("http", "https") and bool(_STORE_HOST.fullmatch(parts.hostname or ""))
+        is_one = is_one and parts.port != 0 and not re.search(r"\s|[?#@]", url)
     except ValueError:
         is_one = False
     if url and not is_one:
-        raise ValueError(f"{without_password(url)!r} is no endpoint: https://host or http://host:port, without user")
+        raise ValueError(
+            f"{without_password(url)!r} is no endpoint: https://host or http://host:port, without user, the host of "
+            "letters, digits, inner hyphens and dots"
+        )
     return url
 
 

@@ -51,6 +51,12 @@ def test_a_missing_setting_is_named() -> None:
         ({"scratch": ""}, "RUSHES_SCRATCH: must be a path, got ''"),
         ({"s3_endpoint_url": "foo bar"}, "RUSHES_S3_ENDPOINT_URL: 'foo bar' is no endpoint: https://host"),
         ({"s3_endpoint_url": "http://u:hush@h"}, r"RUSHES_S3_ENDPOINT_URL: 'http://\[...\]@h' is no endpoint"),
+        (
+            {"s3_endpoint_url": "http://minio_server:9000"},
+            "RUSHES_S3_ENDPOINT_URL: 'http://minio_server:9000' is no end",
+        ),
+        ({"s3_endpoint_url": "http://a..b"}, "RUSHES_S3_ENDPOINT_URL: 'http://a..b' is no endpoint"),
+        ({"s3_endpoint_url": "http://-a"}, "RUSHES_S3_ENDPOINT_URL: 'http://-a' is no endpoint"),
         ({"s3_public_endpoint_url": "s3://h"}, "RUSHES_S3_PUBLIC_ENDPOINT_URL: 's3://h' is no endpoint"),
         ({"api_origin": "nonsense"}, "RUSHES_API_ORIGIN: 'nonsense' is no origin: https://host"),
         ({"api_origin": "https://h/v1"}, "RUSHES_API_ORIGIN: 'https://h/v1' is no origin: https://host"),
