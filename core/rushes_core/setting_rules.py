@@ -78,6 +78,11 @@ def listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
+def stripped(value: object) -> object:
+    """`value` without the line end that a file or a secret of Kubernetes often has."""
+    return value.strip() if isinstance(value, str) else value
+
+
 def check_database_url(url: str) -> str:
     """
     Raises:

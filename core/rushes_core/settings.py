@@ -36,6 +36,7 @@ from rushes_core.setting_rules import (
     check_region,
     listed,
     problems,
+    stripped,
     variable,
 )
 
@@ -103,9 +104,9 @@ class Settings(DatabaseSettings):
     """Endpoint as clients reach it, used to sign download URLs; empty: the same as `RUSHES_S3_ENDPOINT_URL`."""
     s3_region: Annotated[NonEmpty, AfterValidator(check_region)] = "us-east-1"
     """Region that requests are signed for."""
-    s3_access_key_id: str = ""
+    s3_access_key_id: Annotated[str, BeforeValidator(stripped)] = ""
     """Empty: boto3's own chain of credential sources."""
-    s3_secret_access_key: SecretStr = SecretStr("")
+    s3_secret_access_key: Annotated[SecretStr, BeforeValidator(stripped)] = SecretStr("")
     """Belongs to `RUSHES_S3_ACCESS_KEY_ID`."""
     s3_addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """`auto` is path style for a custom endpoint, virtual-hosted for AWS."""

@@ -191,6 +191,11 @@ SECRETS: dict[str, Any] = REQUIRED | {
 }
 
 
+def test_credentials_of_the_store_may_end_with_a_line() -> None:
+    settings = Settings(**SECRETS | {"s3_access_key_id": " a\n", "s3_secret_access_key": "hush\n"})
+    assert (settings.s3_access_key_id, settings.s3_secret_access_key.get_secret_value()) == ("a", "hush")
+
+
 def test_secrets_do_not_show_in_a_repr() -> None:
     assert "hush" not in repr(Settings(**SECRETS))
 
