@@ -262,8 +262,8 @@ def test_rank_of_another_epoch_does_not_join(tmp_path: Path, monkeypatch: pytest
 def test_silence_ends_the_group_and_shows_where_it_hung(
     start_group: StartGroup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    group = start_group(stage_seconds=1)
-    with pytest.raises(GroupLost, match="silent for 1 s of rendering"):
+    group = start_group(stage_seconds=3)
+    with pytest.raises(GroupLost, match="silent for 3 s of rendering"):
         render(group, tmp_path, "[hang at step 3]")
     assert not any(is_alive(pid) for pid in group.pids)
     assert "scripted_pipeline.py" in capfd.readouterr().err
