@@ -27,6 +27,7 @@ class Pulse:
     def __init__(self, settings: Settings) -> None:
         self._arguments = connect_arguments(settings)
         self._connection: _Connection | None = None
+        self._is_closed = False
         self._missed = 0
 
     @property
@@ -57,12 +58,12 @@ class Pulse:
         # whatever ends the beat closes it
         connection, self._connection = self._connection, None
         try:
-            self._connection = await within(self._beat(connection))
+            await within(self._beat(connection))
         except (psycopg.Error, OSError):
             return False
         return True
 
-    async def _beat(self, connection: _Connection | None) -> _Connection:
+    async def _beat(self, connection: _Connection | None) -> None:
         if connection is None:
             connection = await psycopg.AsyncConnection.connect(**self._arguments, autocommit=True)
         try:
@@ -70,9 +71,14 @@ class Pulse:
         except BaseException:
             await connection.close()
             raise
-        return connection
+        # kept by the beat itself: whoever waits for it may be cancelled when it is done
+        if self._is_closed or self._connection is not None:
+            await connection.close()
+        else:
+            self._connection = connection
 
     async def close(self) -> None:
+        self._is_closed = True
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
