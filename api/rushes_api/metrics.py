@@ -172,9 +172,11 @@ def _queue_figures(reading: _Reading) -> Iterable[Metric]:
     unopened = GaugeMetricFamily(
         "rushes_queue_in_campaigns", "Queued jobs that their campaign has not opened", labels=["priority"]
     )
-    early = GaugeMetricFamily("rushes_queue_early", "Queued jobs whose time has not come", labels=["priority"])
+    early = GaugeMetricFamily("rushes_queue_early", "Other queued jobs whose time has not come", labels=["priority"])
+    paused = GaugeMetricFamily("rushes_queue_paused", "Other queued jobs of paused projects", labels=["priority"])
+    ready = GaugeMetricFamily("rushes_queue_ready", "Queued jobs that may start", labels=["priority"])
     oldest = GaugeMetricFamily(
-        "rushes_queue_oldest_seconds", "Since when the first queued job might have been claimed", labels=["priority"]
+        "rushes_queue_oldest_seconds", "Since when the first one that may start might have", labels=["priority"]
     )
     running = GaugeMetricFamily("rushes_jobs_in_progress", "Jobs that replicas hold", labels=["priority"])
     for name, value in PRIORITIES.items():
@@ -183,10 +185,14 @@ def _queue_figures(reading: _Reading) -> Iterable[Metric]:
         depth.add_metric([name], sum(row.num_jobs for row in queued))
         held.add_metric([name], sum(row.num_jobs for row in queued if row.hold == CONCURRENCY))
         unopened.add_metric([name], sum(row.num_jobs for row in queued if row.hold == CAMPAIGN))
-        early.add_metric([name], sum(row.num_early for row in queued))
-        oldest.add_metric([name], max((row.waiting_seconds or 0.0 for row in queued), default=0.0))
+        free = [row for row in queued if row.hold is None]
+        unpaused = [row for row in free if not row.is_paused]
+        early.add_metric([name], sum(row.num_early for row in free))
+        paused.add_metric([name], sum(row.num_jobs - row.num_early for row in free if row.is_paused))
+        ready.add_metric([name], sum(row.num_jobs - row.num_early for row in unpaused))
+        oldest.add_metric([name], max((row.waiting_seconds or 0.0 for row in unpaused), default=0.0))
         running.add_metric([name], sum(row.num_jobs for row in rows if row.state != JobState.QUEUED))
-    yield from (depth, held, unopened, early, oldest, running)
+    yield from (depth, held, unopened, early, paused, ready, oldest, running)
     yield GaugeMetricFamily(
         "rushes_queues_paused", "Projects that are paused; all of them count as one", value=reading.num_paused
     )

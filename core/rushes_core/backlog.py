@@ -13,6 +13,7 @@ from sqlalchemy import (
     case,
     delete,
     exists,
+    false,
     func,
     literal,
     literal_column,
@@ -73,13 +74,14 @@ def queue_pauses(project: str | None = None) -> Select[QueuePause]:
     return statement if project is None else statement.where(QueuePause.project.in_((project, EVERYBODY)))
 
 
-def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, int, Any]:
-    """What is queued, claimed and running, of one project or of all: one row for each state, class and hold with jobs.
+def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, int, Any, bool]:
+    """What is queued, claimed and running, of one project or of all: one row for each state, class and hold with jobs,
+    with queued jobs of paused projects, if nothing else holds them, in rows of their own.
 
     Columns: `state`, `priority`, `hold`, `num_jobs`, `num_early`, those of them whose time to be claimed has not come,
-    and `waiting_seconds` of the queued job that has waited longest since it might have been claimed; null while none
-    may be. Queued jobs are counted up to `MAX_COUNTED` for each project, class and model, held ones for each key; those
-    that wait with their campaign are of its class.
+    `waiting_seconds` of the queued job that has waited longest since it might have been claimed; null while none
+    may be; and `is_paused`. Queued jobs are counted up to `MAX_COUNTED` for each project, class and model, held ones
+    for each key; those that wait with their campaign are of its class.
     """
     lane, key = lanes(), _keys()
     open_ = select(Job.run_at).where(in_lane(lane)).order_by(Job.run_at).limit(MAX_COUNTED)
@@ -92,19 +94,21 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
     )
     held_rows = held.correlate(key).lateral("held")
     queued, no_hold = literal(JobState.QUEUED.value, String), null().cast(String)
-    of_open = (
-        select(
-            queued.label("state"),
-            lane.c.priority,
-            no_hold.label("hold"),
-            func.count().label("num_jobs"),
-            _num_early(open_rows.c.run_at).label("num_early"),
-            _seconds_since(func.min(open_rows.c.run_at)).label("waiting_seconds"),
-        )
-        .select_from(lane)
-        .join(open_rows, true())
-        .group_by(lane.c.priority)
-    )
+    paused = select(QueuePause.project)
+    is_paused = or_(lane.c.project.in_(paused), literal(EVERYBODY).in_(paused))
+    each = select(lane.c.priority, open_rows.c.run_at, is_paused.label("is_paused")).join(open_rows, true())
+    if project is not None:
+        each = each.where(lane.c.project == project)
+    opened = each.subquery("opened")
+    of_open = select(
+        queued.label("state"),
+        opened.c.priority,
+        no_hold.label("hold"),
+        func.count().label("num_jobs"),
+        _num_early(opened.c.run_at).label("num_early"),
+        _seconds_since(func.min(opened.c.run_at)).label("waiting_seconds"),
+        opened.c.is_paused,
+    ).group_by(opened.c.priority, opened.c.is_paused)
     of_held = (
         select(
             queued,
@@ -113,6 +117,7 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
             func.count(),
             _num_early(held_rows.c.run_at),
             _seconds_since(func.min(held_rows.c.run_at)),
+            false(),
         )
         .select_from(key)
         .join(held_rows, true())
@@ -120,12 +125,11 @@ def overview(project: str | None = None) -> CompoundSelect[str, Any, str, int, i
     )
     state = Job.state.cast(String)
     leased = (
-        select(state, Job.priority, no_hold, func.count(), literal_column("0", Integer), null().cast(Double))
+        select(state, Job.priority, no_hold, func.count(), literal_column("0", Integer), null().cast(Double), false())
         .where(IS_LEASED)
         .group_by(state, Job.priority)
     )
     if project is not None:
-        of_open = of_open.where(lane.c.project == project)
         of_held = of_held.join(ApiKey, ApiKey.id == key.c.api_key).where(ApiKey.project == project)
         leased = leased.where(Job.project == project)
     return union_all(of_open, of_held, _in_campaigns(project), leased)
@@ -152,6 +156,7 @@ def _in_campaigns(project: str | None) -> Select[*tuple[Any, ...]]:
             func.sum(rows.c.waiting).cast(BigInteger),
             literal_column("0", Integer),
             null().cast(Double),
+            false(),
         )
         .where(rows.c.waiting > 0)
         .group_by(rows.c.priority)

@@ -61,6 +61,30 @@ def test_the_depth_of_the_queue_is_that_of_the_table(client: TestClient, driver:
     assert value(client, "rushes_queue_oldest_seconds", priority="normal") > 0
 
 
+def test_every_queued_job_is_ready_or_counted_by_what_holds_it(client: TestClient, driver: JobDriver) -> None:
+    hour = timedelta(hours=1)
+    early = int((datetime.now(UTC) + hour).timestamp())
+    ids = [
+        client.post("/v1/videos", json={"prompt": "a dog", **changes}).json()["id"]
+        for changes in ({}, {}, {}, {"not_before": early}, {"not_before": early})
+    ]
+    with driver.engine.begin() as connection:
+        held = update(Job).where(Job.id.in_([ids[2], ids[4]]))
+        connection.execute(held.values(hold="concurrency", run_at=Job.run_at - 2 * hour))
+
+    def counted() -> dict[str, float]:
+        names = ("ready", "paused", "early", "held", "in_campaigns", "depth")
+        return {name: value(client, f"rushes_queue_{name}", priority="normal") for name in names}
+
+    waiting = {"early": 1, "held": 2, "in_campaigns": 0, "depth": 5}
+    assert counted() == {"ready": 2, "paused": 0} | waiting
+    assert value(client, "rushes_queue_oldest_seconds", priority="normal") < hour.total_seconds()
+    client.post("/v1/queue/pause").raise_for_status()
+    assert counted() == {"ready": 0, "paused": 2} | waiting
+    assert value(client, "rushes_queue_oldest_seconds", priority="normal") == 0
+    client.post("/v1/queue/resume").raise_for_status()
+
+
 def test_requests_are_counted_by_route_and_status(client: TestClient) -> None:
     counted = {"method": "GET", "route": "/v1/videos/{video_id}", "status": "404"}
     before = value(client, "rushes_http_requests_total", **counted)
