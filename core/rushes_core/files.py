@@ -1,10 +1,10 @@
 """Statements on uploaded files. Nothing here executes: the asynchronous API and the sweeper run the same statements."""
 
 from collections.abc import Collection
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, Update, and_, func, or_, select, update
+from sqlalchemy import Select, Update, and_, func, literal, or_, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
@@ -70,14 +70,12 @@ def expire() -> ReturningUpdate[str]:
     )
 
 
-def unpurged(*, skip: Collection[str] = (), limit: int = 20) -> Select[File]:
-    """Tombstones whose objects may still lie in the store, but for those in `skip`."""
-    return (
-        select(File)
-        .where(File.deleted_at.is_not(None), File.purged_at.is_(None), File.id.not_in(skip))
-        .order_by(File.deleted_at)
-        .limit(limit)
-    )
+def unpurged(*, after: tuple[datetime, str] | None = None, limit: int = 20) -> Select[File]:
+    """Tombstones whose objects may still lie in the store, by `deleted_at` and id."""
+    found = select(File).where(File.deleted_at.is_not(None), File.purged_at.is_(None))
+    if after is not None:
+        found = found.where(tuple_(File.deleted_at, File.id) > tuple_(*map(literal, after)))
+    return found.order_by(File.deleted_at, File.id).limit(limit)
 
 
 def mark_purged(file_id: str) -> Update:

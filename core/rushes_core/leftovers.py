@@ -1,10 +1,11 @@
 """Statements of the sweeper on what has had its time: objects of deleted jobs, old clips, old keys, idle shares."""
 
-from collections.abc import Collection, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Delete, Select, TextClause, Update, case, delete, func, select, text, tuple_, update
+from sqlalchemy import Delete, Select, TextClause, Update, case, delete, func, literal, select, text, tuple_, update
+from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.dml import ReturningDelete
 
 from rushes_core.backlog import lanes
@@ -12,25 +13,26 @@ from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
 from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, ProjectShare
 from rushes_core.states import FINAL_STATES, JobState
 
+Place = tuple[datetime, str]
+"""Where a row stands among those to be removed: the time that orders them, and its id."""
 
-def unpurged(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Deleted jobs that have ended and whose objects may still lie in the store, but for those in `skip`."""
-    return (
-        select(Job)
-        .where(
-            Job.deleted_at.is_not(None),
-            Job.purged_at.is_(None),
-            Job.state.in_(FINAL_STATES),
-            Job.id.not_in(skip),
-        )
-        .order_by(Job.deleted_at)
-        .limit(limit)
-    )
+
+def unpurged(*, after: Place | None = None, limit: int = 20) -> Select[Job]:
+    """Deleted jobs that have ended and whose objects may still lie in the store, by `deleted_at`."""
+    ended = Job.deleted_at.is_not(None), Job.purged_at.is_(None), Job.state.in_(FINAL_STATES)
+    return _in_order(Job.deleted_at, after, limit).where(*ended)
+
+
+def _in_order(by: InstrumentedAttribute[datetime | None], after: Place | None, limit: int) -> Select[Job]:
+    found = select(Job).order_by(by, Job.id).limit(limit)
+    return found if after is None else found.where(tuple_(by, Job.id) > tuple_(*map(literal, after)))
 
 
 def purged_lately(*, hours: int) -> Select[Job]:
-    """Deleted jobs whose objects were removed within the last hours."""
-    return select(Job).where(Job.deleted_at.is_not(None), Job.purged_at > func.now() - timedelta(hours=hours))
+    """Deleted jobs whose objects were removed within the last hours, in any order: none stands behind the same ones
+    each time."""
+    is_recent = Job.purged_at > func.now() - timedelta(hours=hours)
+    return select(Job).where(Job.deleted_at.is_not(None), is_recent).order_by(func.random())
 
 
 def mark_purged(job_id: str) -> Update:
@@ -45,32 +47,18 @@ def mark_purged(job_id: str) -> Update:
     return update(Job).where(Job.id == job_id).values(purged_at=func.now(), prompt="", request=where)
 
 
-def outlived_results(*, days: int, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Completed jobs that ended more than `days` days ago and whose clips are still stored, but for those in `skip`.
+def outlived_results(*, days: int, after: Place | None = None, limit: int = 20) -> Select[Job]:
+    """Completed jobs that ended more than `days` days ago and whose clips are still stored, by `finished_at`.
 
     Jobs with a time of their own are left to `results_past_their_time`.
     """
-    return (
-        select(Job)
-        .where(
-            text(RESULT_RETAINED),
-            Job.finished_at < func.now() - timedelta(days=days),
-            Job.retain_until.is_(None),
-            Job.id.not_in(skip),
-        )
-        .order_by(Job.finished_at)
-        .limit(limit)
-    )
+    is_old = Job.finished_at < func.now() - timedelta(days=days)
+    return _in_order(Job.finished_at, after, limit).where(text(RESULT_RETAINED), is_old, Job.retain_until.is_(None))
 
 
-def results_past_their_time(*, skip: Collection[str] = (), limit: int = 20) -> Select[Job]:
-    """Completed jobs whose clips are still stored after `retain_until`, but for those in `skip`."""
-    return (
-        select(Job)
-        .where(text(RESULT_RETAINED), Job.retain_until <= func.now(), Job.id.not_in(skip))
-        .order_by(Job.retain_until)
-        .limit(limit)
-    )
+def results_past_their_time(*, after: Place | None = None, limit: int = 20) -> Select[Job]:
+    """Completed jobs whose clips are still stored after `retain_until`, by that."""
+    return _in_order(Job.retain_until, after, limit).where(text(RESULT_RETAINED), Job.retain_until <= func.now())
 
 
 def mark_result_removed(job_id: str) -> Update:

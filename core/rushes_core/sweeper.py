@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Generic, TypeVar
@@ -35,8 +35,6 @@ _Owner = TypeVar("_Owner", Job, File)
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
 """Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything."""
-_MAX_STUCK = 1_000
-"""Those that the passes to come leave out until they have seen all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +47,18 @@ class Orphan:
     modified: datetime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Removal(Generic[_Owner]):
     """Which rows' objects are removed, how, and what is written down and logged then."""
 
     find: Callable[..., Select[_Owner]]
+    by: str
+    """The column that orders them."""
     remove: Callable[[_Owner], object]
     mark: Callable[[str], Update]
     event: str
-    stuck: set[str] = field(default_factory=set[str])
-    """Ids of those whose objects stayed."""
+    after: leftovers.Place | None = None
+    """Where the next pass goes on."""
 
 
 class Sweeper:
@@ -67,14 +67,18 @@ class Sweeper:
     def __init__(self, settings: Settings) -> None:
         self._engine: Engine = create_sync_engine(settings, pool_size=2)
         self._store = ObjectStore(settings)
-        self._deleted_jobs = _Removal(leftovers.unpurged, self._remove_objects_of, leftovers.mark_purged, "job_purged")
-        self._deleted_files = _Removal(files.unpurged, self._remove_object_of, files.mark_purged, "file_purged")
-        outlived: list[Callable[..., Select[Job]]] = [leftovers.results_past_their_time]
+        self._deleted_jobs = _Removal(
+            leftovers.unpurged, "deleted_at", self._remove_objects_of, leftovers.mark_purged, "job_purged"
+        )
+        self._deleted_files = _Removal(
+            files.unpurged, "deleted_at", self._remove_object_of, files.mark_purged, "file_purged"
+        )
+        outlived: list[tuple[Callable[..., Select[Job]], str]] = [(leftovers.results_past_their_time, "retain_until")]
         if settings.retention_days:
-            outlived.append(partial(leftovers.outlived_results, days=settings.retention_days))
+            outlived.append((partial(leftovers.outlived_results, days=settings.retention_days), "finished_at"))
         self._outlived = [
-            _Removal(find, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
-            for find in outlived
+            _Removal(find, by, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
+            for find, by in outlived
         ]
         self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
         self._reap_from = float("-inf")
@@ -257,29 +261,28 @@ class Sweeper:
     def _remove_objects(self, removal: _Removal[_Owner]) -> None:
         """Remove the objects of every job or file that is found, and mark each.
 
-        One whose objects stay is passed over: locked objects must not hold up all others, however many they are.
+        One whose objects stay is passed over until all others were tried: locked objects must not hold up others,
+        however many they are.
         """
-        stuck = removal.stuck
-        most = len(stuck) + _MAX_FAILURES
-        while len(stuck) < most:
+        failures = 0
+        while failures < _MAX_FAILURES:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
-                found = session.scalars(removal.find(skip=stuck)).all()
+                found = session.scalars(removal.find(after=removal.after)).all()
             if not found:
-                stuck.clear()
+                removal.after = None
                 return
             for row in found:
                 said = {"job_id" if isinstance(row, Job) else "file_id": row.id}
                 try:
                     removal.remove(row)
                 except StorageError as error:
-                    stuck.add(row.id)
+                    failures += 1
                     log.warning("objects_stay", error=str(error).splitlines()[0], **said)
-                    continue
-                with self._engine.begin() as connection:
-                    connection.execute(removal.mark(row.id))
-                log.info(removal.event, **said)
-        if len(stuck) >= _MAX_STUCK:
-            stuck.clear()
+                else:
+                    with self._engine.begin() as connection:
+                        connection.execute(removal.mark(row.id))
+                    log.info(removal.event, **said)
+                removal.after = getattr(row, removal.by), row.id
 
     def _forget_keys(self) -> None:
         while True:
