@@ -6,6 +6,7 @@
 import base64
 import hashlib
 import re
+import time
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,14 +42,16 @@ _KINDS: dict[str, type[StorageError]] = {
     **dict.fromkeys(("403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), StorageRefused),
 }
 """What is raised, by the code of the store's answer."""
-_REDIRECTS = (301, 302, 307)
+_REDIRECTS = (301, 302, 307, 308)
 _BROKEN = (ResponseStreamingError, IncompleteReadError)
 _CHUNK_BYTES = 256 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]+")
 _REPEATED = re.compile(r"([-_ ])\1+")
 _CONNECT_SECONDS = 3
+"""How long a connection may take to be made."""
 _READ_TIMEOUT_SECONDS = 20
-"""How long the store may be silent in the middle of an answer."""
+"""How long the store may be silent in the middle of an answer, or of a body that it is sent."""
+_LOOK_SECONDS = 1.0
 _CHECK_SECONDS = 3
 """The same when it is only asked whether it is there."""
 _MAX_SKEW = timedelta(minutes=10)
@@ -326,6 +329,9 @@ class ObjectStore:
                     raise
             finally:
                 body.close()
+            if start > end:
+                # all but the mark of its end came
+                return
             body = self._open(key, start, end)
 
     def _abort(self, upload: dict[str, Any]) -> bool:
@@ -479,6 +485,8 @@ class _Clients:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._looks_again_at = 0.0
+        """When credentials that nobody had are looked for again: that may take seconds, which callers wait in turn."""
 
     @cached_property
     def internal(self) -> Any:
@@ -486,8 +494,13 @@ class _Clients:
 
     @cached_property
     def sending(self) -> Any:
-        """For what has a body: on a new connection that must not stall for longer than it may take to connect."""
-        return self._new_client(self._settings.s3_endpoint_url, connect_timeout=_READ_TIMEOUT_SECONDS)
+        """For what has a body: on a new connection that must not stall for longer than it may take to connect. One that
+        does not come about then takes long, and is tried less often."""
+        return self._new_client(
+            self._settings.s3_endpoint_url,
+            connect_timeout=_READ_TIMEOUT_SECONDS,
+            retries={"mode": "standard", "total_max_attempts": 3},
+        )
 
     @cached_property
     def public(self) -> Any:
@@ -506,9 +519,13 @@ class _Clients:
             # a dotted bucket name or a bare address cannot be a virtual host
             style = "path" if endpoint_url else "virtual"
         session = Session()
-        if not settings.s3_access_key_id and session.get_credentials() is None:
+        if not settings.s3_access_key_id:
             # the client would never look for them again, and what has them may only not be up yet
-            raise NoCredentialsError
+            if time.monotonic() < self._looks_again_at:
+                raise NoCredentialsError
+            if session.get_credentials() is None:
+                self._looks_again_at = time.monotonic() + _LOOK_SECONDS
+                raise NoCredentialsError
         client = session.client(
             "s3",
             region_name=settings.s3_region,
@@ -574,8 +591,8 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (BotoCoreError, ClientError)):
-            kind = StorageError if _seconds_ahead(error) else _KINDS.get(_code(error), StorageError)
-            raise kind(f"{self._what}: {_told(error)}") from error
+            told_as = StorageError if _seconds_ahead(error) else _KINDS.get(_code(error), StorageError)
+            raise told_as(f"{self._what}: {_told(error)}") from error
 
 
 def _code(error: BaseException | None) -> str:
