@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rushes_api.job_histograms import ATTEMPTS, SECONDS
 from rushes_core.models import Base
+from rushes_core.settings import Settings
 from sqlalchemy import text
 from starlette.testclient import TestClient
 from support.api import JobDriver
@@ -66,17 +67,19 @@ def test_statements_that_it_shows_run(statement: str, driver: JobDriver) -> None
 
 
 def test_the_query_for_clips_that_the_store_must_have_names_them(
-    client: TestClient, driver: JobDriver, tmp_path: Path
+    client: TestClient, driver: JobDriver, api_settings: Settings, tmp_path: Path
 ) -> None:
-    (query,) = re.findall(r'psql -Atc "(.*?)"', GUIDE)
+    (query,) = re.findall(r'psql -Atc "(.*?)"', GUIDE, re.DOTALL)
     done = driver.complete(client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"], b"clip", tmp_path)
     gone = driver.complete(client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"], b"clip", tmp_path)
     client.delete(f"/v1/videos/{gone.id}").raise_for_status()
     with driver.engine.connect() as connection:
-        keys = connection.scalars(text(query)).all()
+        keys = connection.scalars(text(query.replace("BUCKET", api_settings.s3_bucket))).all()
+        elsewhere = connection.scalars(text(query)).all()
     assert done.result is not None
     assert done.result["key"] in keys
     assert not any(gone.id in key for key in keys)
+    assert elsewhere == []
 
 
 def test_tables_that_it_tells_to_read_are_the_tables(driver: JobDriver) -> None:
