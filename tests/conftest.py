@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["support.stack"]
 
-# A tenth of what a run computes was the collector of garbage, at Python's own threshold for a heap of this size
+# the heap of all collected tests is large: at Python's own threshold the collector takes a tenth of the run
 gc.set_threshold(20_000, 20, 20)
 
 

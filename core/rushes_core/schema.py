@@ -22,9 +22,10 @@ _NOW = "(SELECT (extract(epoch FROM clock_timestamp()) * 1e6)::bigint AS fence) 
 _MOVE_ON = (
     f"SELECT setval('job_fence_seq', now.fence) FROM job_fence_seq, {_NOW} WHERE last_value < now.fence",
     f"SELECT setval('webhook_fence', now.fence) FROM webhook_fence, {_NOW} WHERE last_value < now.fence",
-    # whoever works on one goes on: no backup has a lease that has not run out
-    f"UPDATE campaigns SET fence = now.fence FROM {_NOW} WHERE campaigns.fence < now.fence "
-    f"AND state = ANY (:active) AND (lease_until IS NULL OR lease_until <= now())",
+    # whoever works on one goes on; a database that somebody worked on within seconds lost no lease of others
+    f"UPDATE campaigns SET fence = now.fence FROM {_NOW} WHERE campaigns.fence < now.fence AND id IN (SELECT id FROM "
+    f"campaigns WHERE state = ANY (:active) AND (lease_owner IS NULL OR lease_until IS NULL OR lease_until <= now()) "
+    f"FOR NO KEY UPDATE SKIP LOCKED)",
 )
 
 _REVISION = re.compile(r'^(revision|down_revision) = "([0-9a-f]+)"$', re.MULTILINE)

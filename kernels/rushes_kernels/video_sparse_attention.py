@@ -289,6 +289,8 @@ def prepare_video_sparse_attention(
     x_SHD = torch.zeros(tiles.num_rows, 1, head_dim, dtype=dtype, device=device)
     try:
         video_sparse_attention(x_SHD, x_SHD, x_SHD, x_SHD, tiles, sparsity=0.5, provider=provider)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except Exception as error:
         # Triton raises whatever came of what is missing, and needs none of it where its cache has everything
         if provider is Provider.TRITON and not can_build_triton():

@@ -75,7 +75,8 @@ class Node:
         self._kind = kind
         self._scratch = scratch
         self._secret = secret_of(settings.node_secret.get_secret_value())
-        self._contract = load_contract(settings.checkpoint)
+        # what is wrong with it is told now, not when the first node comes
+        load_contract(settings.checkpoint)
         self._visible: tuple[str, ...] = ()
         self._wake = Wake()
         self._stopping = Stopping(settings.shutdown_grace_seconds + _STOP_MARGIN_SECONDS)
@@ -126,8 +127,10 @@ class Node:
                     connected.close()
                     return None
                 try:
-                    devices = match(welcome, contract=self._contract, kind=self._kind, layout=self._layout)
-                except ValueError as error:
+                    # of the checkpoint that its ranks would load, which may be another one by now
+                    contract = load_contract(self._settings.checkpoint)
+                    devices = match(welcome, contract=contract, kind=self._kind, layout=self._layout)
+                except (CheckpointError, ValueError) as error:
                     connection.send(str(error))
                     raise
                 self._kind, self._visible = devices.kind, devices.visible

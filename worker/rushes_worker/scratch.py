@@ -63,18 +63,20 @@ def check_directory(parent: Path) -> None:
     """Raise `ValueError` unless a replica could make its directory below `parent`, with room for a short clip."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent):
-            pass
+        with tempfile.TemporaryFile(dir=parent), tempfile.TemporaryDirectory(dir=parent) as probe:
+            _check_lock(parent, Path(probe))
         free = shutil.disk_usage(parent).free
     except OSError as error:
         raise ValueError(f"RUSHES_SCRATCH={parent} cannot be written: {error.strerror}") from error
-    try:
-        with tempfile.TemporaryDirectory(dir=parent) as probe:
-            os.close(_lock(Path(probe)))
-    except OSError as error:
-        raise ValueError(f"RUSHES_SCRATCH={parent} is on a file system without locks: {error.strerror}") from error
     if free < _MIN_FREE_BYTES:
         raise ValueError(f"RUSHES_SCRATCH={parent} has {free} bytes free, needed are at least {_MIN_FREE_BYTES}")
+
+
+def _check_lock(parent: Path, probe: Path) -> None:
+    try:
+        os.close(_lock(probe))
+    except OSError as error:
+        raise ValueError(f"RUSHES_SCRATCH={parent} is on a file system without locks: {error.strerror}") from error
 
 
 def _sweep(parent: Path) -> None:

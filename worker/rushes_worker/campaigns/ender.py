@@ -130,8 +130,8 @@ class Ender:
             statement = closing.end(lease, has_expired=has_expired, files=manifest.columns)
             state = session.execute(statement).scalar_one_or_none()
             if state is not None:
-                manifest.publish(session)
                 session.execute(events.tell(lease.campaign_id, f"batch.{state}"))
+                manifest.publish(session)
             return state
 
     def _renew(self, lease: Lease) -> bool:

@@ -79,9 +79,7 @@ class Manifest:
         return True
 
     def publish(self, session: Session) -> None:
-        """Make the files known, in place of those of an earlier end."""
-        # the commit may take effect and its reply be lost
-        self._may_be_known = True
+        """Make the files known, in place of those of an earlier end. The last statement before the commit."""
         campaign = self._campaign
         for part, upload in self._uploads.items():
             session.execute(
@@ -98,6 +96,8 @@ class Manifest:
             upload.close()
         for old in filter(None, self._old):
             session.execute(files.delete_file(old, project=campaign.project))
+        # the commit may take effect and its reply be lost
+        self._may_be_known = True
 
     def discard(self) -> None:
         """Leave nothing in the store, unless it may be known; what stays and has no row is an orphan."""

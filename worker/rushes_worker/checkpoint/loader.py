@@ -83,7 +83,7 @@ class _Watched:
         tensor = self._weights.get(name, rows=rows, columns=columns)
         self._watch.add(self._left.pop(name, 0), tensor.nbytes)
         if tensor.numel():
-            # one pass over what has just arrived, that nobody waits for
+            # one pass over what has just arrived, while the next is read
             self._extremes.append((name, torch.stack(torch.aminmax(tensor)).float()))
         return tensor
 

@@ -153,7 +153,7 @@ class _File:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
-        if Stamp.of(self._descriptor) != stamp:
+        if self._has_changed():
             os.close(self._descriptor)
             raise CheckpointError(f"{path}: changed after its header was read")
 
@@ -180,11 +180,18 @@ class _File:
         out[:] = np.ndarray(out.shape, np.uint8, self._mapped, offset, (stride, 1))
 
     def close(self) -> None:
-        has_changed = Stamp.of(self._descriptor) != self._stamp
+        has_changed = self._has_changed()
         self._mapped = None
         os.close(self._descriptor)
         if has_changed:
             raise CheckpointError(f"{self._path}: changed while it was read")
+
+    def _has_changed(self) -> bool:
+        try:
+            return Stamp.of(self._descriptor) != self._stamp
+        except OSError:
+            # a file system of another machine that has it no more
+            return True
 
     def _cut_short(self, at: int) -> CheckpointError:
         return CheckpointError(f"{self._path}: cut short while it was read, at byte {at}")
