@@ -79,10 +79,12 @@ def test_every_queued_job_is_ready_or_counted_by_what_holds_it(client: TestClien
     waiting = {"early": 1, "held": 2, "in_campaigns": 0, "depth": 5}
     assert counted() == {"ready": 2, "paused": 0} | waiting
     assert value(client, "rushes_queue_oldest_seconds", priority="normal") < hour.total_seconds()
-    client.post("/v1/queue/pause").raise_for_status()
-    assert counted() == {"ready": 0, "paused": 2} | waiting
-    assert value(client, "rushes_queue_oldest_seconds", priority="normal") == 0
-    client.post("/v1/queue/resume").raise_for_status()
+    for paused in ({}, {"project": "*"}):
+        client.post("/v1/queue/pause", params=paused).raise_for_status()
+        assert counted() == {"ready": 0, "paused": 2} | waiting
+        assert value(client, "rushes_queue_oldest_seconds", priority="normal") == 0
+        client.post("/v1/queue/resume", params=paused).raise_for_status()
+    assert counted() == {"ready": 2, "paused": 0} | waiting
 
 
 def test_requests_are_counted_by_route_and_status(client: TestClient) -> None:

@@ -104,6 +104,13 @@ class TestQueue:
 
 
 class TestPause:
+    def test_one_of_a_project_is_told_where_all_are_counted(self, client: TestClient) -> None:
+        posted(client)
+        client.post("/v1/videos", json={"prompt": "a dog"}, headers=key_of(client, "still", "videos:write"))
+        client.post("/v1/queue/pause", params={"project": "still"}).raise_for_status()
+        queue = client.get("/v1/queue", params={"project": "*"}).json()
+        assert (queue["paused"], queue["queued"], queue["reasons"]) == (False, 2, {"paused": 1})
+
     def test_a_paused_queue_starts_nothing_until_it_is_resumed(self, client: TestClient, driver: JobDriver) -> None:
         video_id = posted(client)
         for _ in range(2):

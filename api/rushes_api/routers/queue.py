@@ -153,8 +153,9 @@ def _class(rows: Sequence[Any], name: str, *, obstacle: str | None) -> QueueClas
             reasons[row.hold] += row.num_jobs
         else:
             reasons["not_before"] += row.num_early
-            if obstacle is not None:
-                reasons[obstacle] += row.num_jobs - row.num_early
+            why = "paused" if row.is_paused else obstacle
+            if why is not None:
+                reasons[why] += row.num_jobs - row.num_early
     waiting = [row.waiting_seconds for row in queued if row.waiting_seconds is not None]
     return QueueClass(
         priority=name,
