@@ -29,10 +29,8 @@ def _in_order(by: InstrumentedAttribute[datetime | None], after: Place | None, l
 
 
 def purged_lately(*, hours: int) -> Select[Job]:
-    """Deleted jobs whose objects were removed within the last hours, in any order: none stands behind the same ones
-    each time."""
-    is_recent = Job.purged_at > func.now() - timedelta(hours=hours)
-    return select(Job).where(Job.deleted_at.is_not(None), is_recent).order_by(func.random())
+    """Deleted jobs whose objects were removed within the last hours."""
+    return select(Job).where(Job.deleted_at.is_not(None), Job.purged_at > func.now() - timedelta(hours=hours))
 
 
 def mark_purged(job_id: str) -> Update:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -118,13 +119,17 @@ class Sweeper:
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
         failures: list[StorageError] = []
+        num_failed: Counter[str | None] = Counter()
         for job in purged:
+            bucket = Destination.of(job.request).bucket
+            # what one bucket keeps holds up nothing in others
+            if num_failed[bucket] == _MAX_FAILURES:
+                continue
             try:
                 count = self._remove_objects_of(job)
             except StorageError as error:
                 failures.append(error)
-                if len(failures) == _MAX_FAILURES:
-                    break
+                num_failed[bucket] += 1
                 continue
             if count:
                 log.info("late_objects_removed", job_id=job.id, count=count)
