@@ -9,6 +9,7 @@ from rushes_api import auth, limits, lookup
 from rushes_api.app import create_app
 from rushes_core.database import create_sync_engine
 from rushes_core.settings import Settings
+from rushes_core.storage import ObjectStore
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import Engine, text
 from starlette.testclient import TestClient
@@ -52,6 +53,14 @@ def rows(engine: Engine) -> Iterator[JobRows]:
     yield JobRows(engine)
     with engine.begin() as connection:
         connection.execute(text("TRUNCATE jobs, job_attempts, job_events, outbox, project_shares, replicas"))
+
+
+@pytest.fixture
+def store(settings: Settings) -> Iterator[ObjectStore]:
+    """Empty again after each test."""
+    store = ObjectStore(settings)
+    yield store
+    store.delete_prefix("")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +39,7 @@ from support.files import (
 )
 from support.forwarder import Forwarder
 from support.keys import bearer, create_key, create_project
+from support.later import TwoDaysAhead
 from support.proxy import FreezableProxy
 from support.stack import SharedStack
 from support.waiting import wait_until
@@ -264,13 +264,7 @@ class TestEnd:
         sweeper.tidy()
         assert list(sweeper.orphans(delete=True)) == []
         assert unfinished.key in contents.uploads()
-
-        class Ahead(datetime):
-            @classmethod
-            def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-                return datetime.now(tz) + timedelta(days=2)
-
-        monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
+        monkeypatch.setattr("rushes_core.sweeper.datetime", TwoDaysAhead)
         sweeper.tidy()
         assert contents.uploads() == []
         assert [orphan.key for orphan in sweeper.orphans(delete=True)] == [whole.key]

@@ -159,7 +159,7 @@ class TestBody:
                 dripping.join()
 
     def test_one_that_comes_after_its_answer_leaves_a_connection_that_can_be_used(self, checkpoint: Path) -> None:
-        with serving(checkpoint, Protocol, api_keepalive_seconds=2) as port, connected(port) as connection:
+        with serving(checkpoint, Protocol, api_keepalive_seconds=8) as port, connected(port) as connection:
             connection.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n12345")
             assert error_code(received(connection, until=b"}}"), 401) == "invalid_api_key"
             connection.sendall(b"67890GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")

@@ -262,10 +262,10 @@ class TestSync:
     def test_a_database_that_goes_away_leaves_the_job_as_it_is(
         self, api_settings: Settings, driver: JobDriver, later: Callable[..., Any]
     ) -> None:
-        settings, rows = api_settings.model_copy(update={"sync_timeout_seconds": 5}), Jobs(api_settings)
+        settings, rows = api_settings.model_copy(update={"sync_timeout_seconds": 10}), Jobs(api_settings)
         with ThreadedApi(settings) as api, connected(api.url) as client:
             sync, video_id = accepted(later, client, "/v1/videos/sync", json=REQUEST)
-            prefer, _ = accepted(later, client, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=5"})
+            prefer, _ = accepted(later, client, "/v1/videos", json=REQUEST, headers={"Prefer": "wait=10"})
             with rows.outage():
                 failed, shown = sync.result(), prefer.result()
             assert (failed.status_code, failed.json()["error"]["code"]) == (503, "database_unavailable")

@@ -140,10 +140,11 @@ def test_what_ran_before_a_restore_has_no_part_in_what_is_claimed_after_it(
 
 
 @pytest.mark.usefixtures("_environment")
-def test_what_is_held_beside_a_migration_stays_held(engine: Engine) -> None:
+def test_what_is_held_beside_a_migration_stays_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = CampaignRows(engine)
     rows.clear()
     campaign = rows.campaign(is_loaded=False)
+    monkeypatch.setattr(loading, "LEASE_SECONDS", 600.0)
     load = rows.run(loading.claim(owner="loader", model=MODEL))
     job = rows.running()
     assert job.fence is not None

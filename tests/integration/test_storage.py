@@ -114,7 +114,7 @@ def test_a_store_that_is_down_is_an_error_and_not_an_absence(stack: SharedStack)
 def test_presigned_url_gives_the_file_under_a_name(store: ObjectStore, clip: Path) -> None:
     _put(store, "results/signed", clip)
     url = store.presigned_url("results/signed", filename='a "b"\r\nc é.mp4', content_type="video/mp4", seconds=60)
-    answer = httpx.get(url)
+    answer = httpx.get(url, timeout=60)
     assert answer.content == clip.read_bytes()
     assert answer.headers["content-type"] == "video/mp4"
     assert "filename=" in answer.headers["content-disposition"]
@@ -137,8 +137,8 @@ def test_a_url_for_the_public_host_opens_what_was_stored_through_the_internal_on
     # what a reverse proxy of the store receives: the signature covers the name that the client used
     internal = httpx.URL(settings.s3_endpoint_url)
     arrived = url.copy_with(scheme="http", host=internal.host, port=internal.port)
-    assert httpx.get(arrived, headers={"Host": "media.example.test"}).content == clip.read_bytes()
-    assert httpx.get(arrived, headers={"Host": "other.example.test"}).status_code == 403
+    assert httpx.get(arrived, timeout=60, headers={"Host": "media.example.test"}).content == clip.read_bytes()
+    assert httpx.get(arrived, timeout=60, headers={"Host": "other.example.test"}).status_code == 403
 
 
 def test_no_access_control_list_is_ever_sent(stack: SharedStack, clip: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_custom_endpoint_is_addressed_by_path(stack: SharedStack, bucket: str,
     _put(store, "k", clip)
     url = store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
     assert urlsplit(url).path == f"/{bucket}/k"
-    assert httpx.get(url).content == clip.read_bytes()
+    assert httpx.get(url, timeout=60).content == clip.read_bytes()
 
 
 def test_another_bucket_of_the_store_is_one_of_its_own(stack: SharedStack, clip: Path) -> None:
@@ -197,7 +197,6 @@ def test_another_bucket_of_the_store_is_one_of_its_own(stack: SharedStack, clip:
 def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
     stack: SharedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
     env = stack.env()
     internal = urlsplit(env["RUSHES_S3_ENDPOINT_URL"])
     assert internal.hostname is not None
@@ -205,9 +204,10 @@ def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
     big = tmp_path / "big"
     # more than the sockets on the way hold
     big.write_bytes(bytes(32_000_000))
+    _put(ObjectStore(settings_of(env)), "k", big)
+    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
     with FreezableProxy(internal.hostname, internal.port) as proxy:
         store = ObjectStore(settings_of(env, s3_endpoint_url=f"http://127.0.0.1:{proxy.port}"))
-        _put(store, "k", big)
         pieces = store.read("k", 0, 31_999_999)
         next(pieces)
         proxy.freeze()
@@ -352,7 +352,7 @@ def test_credentials_that_nobody_has_yet_are_looked_for_again(
     upload.complete()
     upload.close()
     url = store.presigned_url("k", filename="a.mp4", content_type="video/mp4", seconds=60)
-    assert httpx.get(url).content == b"x"
+    assert httpx.get(url, timeout=60).content == b"x"
 
 
 class TestUpload:

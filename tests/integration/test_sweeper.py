@@ -20,6 +20,7 @@ from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 from support.job_rows import ERROR, RESULT, JobRows, wait_past_restart
+from support.later import TwoDaysAhead
 from support.media import file_sha256
 from support.stack import s3_client
 
@@ -46,22 +47,9 @@ def rows(settings: Settings) -> Iterator[JobRows]:
 
 
 @pytest.fixture
-def store(settings: Settings) -> Iterator[ObjectStore]:
-    store = ObjectStore(settings)
-    yield store
-    store.delete_prefix("")
-
-
-@pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweeper's clock is two days ahead: whatever is in the store has had its time."""
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) + 2 * DAY
-
-    monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
+    monkeypatch.setattr("rushes_core.sweeper.datetime", TwoDaysAhead)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What a bucket that is gone, or gives nothing away, keeps the sweeper from: nothing elsewhere."""
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ from rushes_core.settings import Settings
 from rushes_core.storage import FILES, PART_BYTES, ObjectStore, file_key, result_key
 from rushes_core.sweeper import Sweeper
 from support.job_rows import JobRows
+from support.later import TwoDaysAhead
 from support.media import file_sha256
 from support.stack import s3_client
 
 GONE = "gone-bucket"
-
-
-@pytest.fixture
-def store(settings: Settings) -> Iterator[ObjectStore]:
-    store = ObjectStore(settings)
-    yield store
-    store.delete_prefix("")
 
 
 @pytest.fixture
@@ -68,7 +61,8 @@ def test_jobs_in_a_bucket_that_is_gone_for_good_are_purged(settings: Settings, r
 def test_late_objects_are_removed_though_others_cannot_be(
     sweeper: Sweeper, rows: JobRows, store: ObjectStore, tmp_path: Path
 ) -> None:
-    for job in (deleted(rows, request={"output": {"bucket": GONE}}), late := deleted(rows)):
+    gone = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(21)]
+    for job in (*gone, late := deleted(rows)):
         rows.run(leftovers.mark_purged(job.id).returning(Job))
     clip = tmp_path / "clip"
     clip.write_bytes(b"clip")
@@ -88,13 +82,7 @@ def test_uploads_and_orphans_elsewhere_are_found(
     unfinished.write(bytes(PART_BYTES))
     for one in (whole, unfinished):
         one.close()
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) + timedelta(days=2)
-
-    monkeypatch.setattr("rushes_core.sweeper.datetime", Ahead)
+    monkeypatch.setattr("rushes_core.sweeper.datetime", TwoDaysAhead)
     sweeper.tidy()
     assert "Uploads" not in s3_client(stack_env).list_multipart_uploads(Bucket=store.bucket, Prefix=FILES)
     with pytest.raises(StorageError, match=GONE):

@@ -115,10 +115,10 @@ def test_who_sits_down_during_a_look_is_told_nothing_older_than_what_it_has_seen
 def test_each_of_its_questions_may_take_as_long_as_one(
     api_settings: Settings, driver: JobDriver, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_limit, "WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(time_limit, "WAIT_SECONDS", 8.0)
 
     async def be_slow(num_answers: int) -> None:
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(5.0)
 
     async def story(told: Told) -> None:
         seat = told.seated(job)

@@ -85,7 +85,7 @@ class TestAnswers:
         receiver.always("/hook", behaviour)
         hooks.completed()
         # where a part of the answer is to come first, it has longer for that
-        seconds = PATIENT_SECONDS if error != "timeout" else IMPATIENT_SECONDS if status is None else 4.0
+        seconds = PATIENT_SECONDS if error != "timeout" else IMPATIENT_SECONDS if status is None else 8.0
         with SenderThread(settings.model_copy(update={"webhook_timeout_seconds": seconds})):
             delivery = hooks.wait_attempts(1)
         assert delivery.state == "pending"
