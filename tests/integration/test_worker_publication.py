@@ -133,6 +133,7 @@ def test_one_that_is_stored_too_late_is_removed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 4.0)
+    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 60)
     # the store has the object, and the client hears nothing for longer than the job waits
     proxy.rule = lambda request: S3Fault.HANG_AFTER_BODY if is_put_of(request, "audio.m4a") else S3Fault.PASS
     one = publish()
