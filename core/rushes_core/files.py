@@ -1,15 +1,16 @@
 """Statements on uploaded files. Nothing here executes: the asynchronous API and the sweeper run the same statements."""
 
 from collections.abc import Collection
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Select, Update, and_, func, literal, or_, select, tuple_, update
+from sqlalchemy import Select, Update, and_, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 from sqlalchemy.sql.elements import ColumnElement
 
 from rushes_core.campaigns.statements import is_to_be_read_from
+from rushes_core.leftovers import Place, in_order
 from rushes_core.models import File, Project
 
 PURPOSES = ("batch",)
@@ -70,12 +71,9 @@ def expire() -> ReturningUpdate[str]:
     )
 
 
-def unpurged(*, after: tuple[datetime, str] | None = None, limit: int = 20) -> Select[File]:
-    """Tombstones whose objects may still lie in the store, by `deleted_at` and id."""
-    found = select(File).where(File.deleted_at.is_not(None), File.purged_at.is_(None))
-    if after is not None:
-        found = found.where(tuple_(File.deleted_at, File.id) > tuple_(*map(literal, after)))
-    return found.order_by(File.deleted_at, File.id).limit(limit)
+def unpurged(*, after: Place | None = None, limit: int = 20) -> Select[File]:
+    """Tombstones whose objects may still lie in the store, by `deleted_at`."""
+    return in_order(File, File.deleted_at, after, limit).where(File.deleted_at.is_not(None), File.purged_at.is_(None))
 
 
 def mark_purged(file_id: str) -> Update:

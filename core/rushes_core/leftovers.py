@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Delete, Select, TextClause, Update, case, delete, func, literal, select, text, tuple_, update
 from sqlalchemy.orm import InstrumentedAttribute
@@ -10,8 +10,10 @@ from sqlalchemy.sql.dml import ReturningDelete
 
 from rushes_core.backlog import lanes
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
-from rushes_core.models import RESULT_RETAINED, IdempotencyKey, Job, ProjectShare
+from rushes_core.models import RESULT_RETAINED, File, IdempotencyKey, Job, ProjectShare
 from rushes_core.states import FINAL_STATES, JobState
+
+_Row = TypeVar("_Row", Job, File)
 
 Place = tuple[datetime, str]
 """Where a row stands among those to be removed: the time that orders them, and its id."""
@@ -20,12 +22,15 @@ Place = tuple[datetime, str]
 def unpurged(*, after: Place | None = None, limit: int = 20) -> Select[Job]:
     """Deleted jobs that have ended and whose objects may still lie in the store, by `deleted_at`."""
     ended = Job.deleted_at.is_not(None), Job.purged_at.is_(None), Job.state.in_(FINAL_STATES)
-    return _in_order(Job.deleted_at, after, limit).where(*ended)
+    return in_order(Job, Job.deleted_at, after, limit).where(*ended)
 
 
-def _in_order(by: InstrumentedAttribute[datetime | None], after: Place | None, limit: int) -> Select[Job]:
-    found = select(Job).order_by(by, Job.id).limit(limit)
-    return found if after is None else found.where(tuple_(by, Job.id) > tuple_(*map(literal, after)))
+def in_order(
+    table: type[_Row], by: InstrumentedAttribute[datetime | None], after: Place | None, limit: int
+) -> Select[_Row]:
+    """Rows by a time and their id, those behind `after` where that is given."""
+    found = select(table).order_by(by, table.id).limit(limit)
+    return found if after is None else found.where(tuple_(by, table.id) > tuple_(*map(literal, after)))
 
 
 def purged_lately(*, hours: int) -> Select[Job]:
@@ -51,12 +56,12 @@ def outlived_results(*, days: int, after: Place | None = None, limit: int = 20) 
     Jobs with a time of their own are left to `results_past_their_time`.
     """
     is_old = Job.finished_at < func.now() - timedelta(days=days)
-    return _in_order(Job.finished_at, after, limit).where(text(RESULT_RETAINED), is_old, Job.retain_until.is_(None))
+    return in_order(Job, Job.finished_at, after, limit).where(text(RESULT_RETAINED), is_old, Job.retain_until.is_(None))
 
 
 def results_past_their_time(*, after: Place | None = None, limit: int = 20) -> Select[Job]:
     """Completed jobs whose clips are still stored after `retain_until`, by that."""
-    return _in_order(Job.retain_until, after, limit).where(text(RESULT_RETAINED), Job.retain_until <= func.now())
+    return in_order(Job, Job.retain_until, after, limit).where(text(RESULT_RETAINED), Job.retain_until <= func.now())
 
 
 def mark_result_removed(job_id: str) -> Update:

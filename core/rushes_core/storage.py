@@ -155,6 +155,11 @@ class ObjectStore:
         """Every bucket that clips may be stored in, this one first."""
         return [self.in_bucket(name) for name in self._settings.output_buckets]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the bucket is one that clips may be stored in."""
+        return self.bucket in self._settings.output_buckets
+
     def check(self) -> None:
         """Ask whether the bucket answers. Takes seconds at the most.
 
@@ -303,7 +308,7 @@ class ObjectStore:
             with _translated(key):
                 answer = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}")
         except BucketMissing as error:
-            if self.bucket in self._settings.output_buckets:
+            if self.is_used:
                 raise
             # no bucket of this deployment any more, and removed with all that was in it
             raise ObjectMissing(str(error)) from error

@@ -202,7 +202,7 @@ class Sweeper:
         try:
             return store.delete_prefix(prefix)
         except BucketMissing:
-            if store.bucket in [known.bucket for known in self._store.buckets]:
+            if store.is_used:
                 raise
             # no bucket of this deployment any more, and removed with all that was in it
             return 0

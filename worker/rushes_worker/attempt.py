@@ -288,7 +288,7 @@ class Attempt:
         job = self._job
         try:
             self._progress.num_units = Clip(job.num_frames).num_units
-            if self._store.bucket not in [store.bucket for store in self._workshop.store.buckets]:
+            if not self._store.is_used:
                 raise InvalidRequest(f"output.bucket {self._store.bucket} may not be used any more")
             self._media.start_clip(
                 ClipSpec(
