@@ -158,7 +158,9 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {weights}")
     print(f"loaded in {time.perf_counter() - started:.1f} s, {resident:.1f} GiB resident", flush=True)
     first = cases[0]
-    check_kernels(Parts(pipeline, first.request(arguments.seed), first.tokens))
+    parts = Parts(pipeline, first.request(arguments.seed), first.tokens)
+    with parts.plainly():
+        check_kernels(parts)
     compute_plainly(arguments.plain)
     for case in cases:
         torch.cuda.reset_peak_memory_stats()
