@@ -49,7 +49,7 @@ class Parts:
         self._unit_CTYX = randn(self._video_vae.config.latent_channels, frames, shape.latent_height, shape.latent_width)
 
     def plainly(self) -> AbstractContextManager[None]:
-        """Within, the memory that clips pass through is free: PyTorch's operations need over 17 GiB for a 15 s block."""
+        """Within, the memory that clips pass through is free; PyTorch's operations take over 17 GiB at 15 s."""
         return self._graphs.plainly()
 
     @torch.inference_mode()
