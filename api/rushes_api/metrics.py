@@ -1,16 +1,17 @@
 """What Prometheus scrapes: requests of all processes behind this port, and the queue and the replicas as the database
 has them."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from rushes_core import backlog, measured, replicas
+from rushes_core import backlog, beats, ends, measured, replicas
 from rushes_core.campaigns import foresight
 from rushes_core.campaigns import statements as campaigns
 from rushes_core.campaigns.tables import ACTIVE_STATES
@@ -50,6 +51,9 @@ class _Reading:
     replicas: Sequence[Any]
     recent: Sequence[Any]
     num_paused: int
+    ends: Mapping[tuple[str, str], int]
+    """How many jobs ended, by state and code."""
+    silences: Mapping[str, float]
     webhooks: Any
     webhook_endpoints: Sequence[Any]
     campaigns: Mapping[str, int]
@@ -145,6 +149,8 @@ class _DatabaseFigures(Collector):
         yield GaugeMetricFamily("rushes_database_up", "Whether the database answered", value=float(reading is not None))
         if reading is not None:
             yield from _queue_figures(reading)
+            yield _end_figures(reading)
+            yield _silence_figures(reading)
             yield _campaign_figures(reading)
             yield from forecast_figures(reading.fulfilled)
             yield from _replica_figures(reading)
@@ -158,12 +164,26 @@ async def _read(session: AsyncSession, seen_within_seconds: float) -> _Reading:
     up = (await session.execute(replicas.up(seen_within_seconds=seen_within_seconds))).scalars().all()
     recent = (await session.execute(measured.recent(QUANTILES))).all()
     pauses = (await session.execute(backlog.queue_pauses())).scalars().all()
+    num_ended = {(row[0], row[1]): int(row[2]) for row in (await session.execute(ends.counts())).all()}
+    silences = {row[0]: float(row[1]) for row in (await session.execute(beats.silences())).all()}
     webhooks = (await session.execute(deliveries.standing())).one()
     endpoint_states = (await session.execute(endpoints.states())).all()
     active = {row[0]: row[1] for row in (await session.execute(campaigns.num_active_by_state())).all()}
     ended = (await session.execute(foresight.fulfilled(NUM_CAMPAIGNS))).all()
     fulfilled = [Fulfilled(told, ended_at) for told, ended_at in ended if ended_at is not None]
-    return _Reading(time.monotonic(), queue, up, recent, len(pauses), webhooks, endpoint_states, active, fulfilled)
+    return _Reading(
+        at=time.monotonic(),
+        queue=queue,
+        replicas=up,
+        recent=recent,
+        num_paused=len(pauses),
+        ends=num_ended,
+        silences=silences,
+        webhooks=webhooks,
+        webhook_endpoints=endpoint_states,
+        campaigns=active,
+        fulfilled=fulfilled,
+    )
 
 
 def _queue_figures(reading: _Reading) -> Iterable[Metric]:
@@ -196,6 +216,27 @@ def _queue_figures(reading: _Reading) -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "rushes_queues_paused", "Projects that are paused; all of them count as one", value=reading.num_paused
     )
+
+
+def _end_figures(reading: _Reading) -> Metric:
+    family = CounterMetricFamily(
+        "rushes_jobs_ended", "Ends of jobs, of retried ones each, by the code of the error", labels=["state", "code"]
+    )
+    # from the beginning, for the first of each kind to be seen as an increase
+    for state, code in sorted({*ends.KNOWN, *reading.ends}):
+        family.add_metric([state, code], reading.ends.get((state, code), 0))
+    return family
+
+
+def _silence_figures(reading: _Reading) -> Metric:
+    family = GaugeMetricFamily(
+        "rushes_process_silent_seconds",
+        "Since one of these processes did its work; infinite if none ever did",
+        labels=["process"],
+    )
+    for process in beats.PROCESSES:
+        family.add_metric([process], reading.silences.get(process, math.inf))
+    return family
 
 
 def _campaign_figures(reading: _Reading) -> Metric:

@@ -14,7 +14,7 @@ from sqlalchemy import Boolean, Engine, Executable, column, exists, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from rushes_core import backlog, holds, measured, shares
+from rushes_core import backlog, beats, ends, holds, measured, shares
 from rushes_core.campaigns import closing, feeding, loading
 from rushes_core.campaigns import events as campaign_events
 from rushes_core.campaigns.feeding import Feeder
@@ -69,6 +69,7 @@ class Dispatcher:
             deliveries.is_any_due().columns(column("is_due", Boolean)).scalar_subquery().label("webhook_hint"),
             self._has_campaign_work.scalar_subquery().label("campaign_hint"),
         )
+        self._beat_from = float("-inf")
         self._settle_shares = (shares.forgive_lag(), shares.bound_lag(seen_within_seconds=settings.lease_seconds))
 
     def glance(self) -> frozenset[str]:
@@ -125,6 +126,19 @@ class Dispatcher:
         with self._engine.begin() as connection:
             connection.execute(measured.measure())
 
+    def count_ends(self) -> None:
+        """Add how jobs ended lately to the counts."""
+        num_counted = ends.MAX_AT_ONCE
+        while num_counted >= ends.MAX_AT_ONCE:
+            num_counted = self._answer(ends.count())
+
+    def beat(self) -> None:
+        """Say that this dispatcher works, unless it just did."""
+        if time.monotonic() >= self._beat_from:
+            with self._each_alone.connect() as connection:
+                connection.execute(beats.beat(beats.DISPATCHER))
+            self._beat_from = time.monotonic() + beats.BEAT_SECONDS
+
     def _answer(self, question: Executable) -> Any:
         with self._each_alone.connect() as connection:
             return connection.execute(question).scalar_one()
@@ -154,13 +168,20 @@ def run(settings: Settings) -> int:
         "campaign_hint": dispatcher.hint_campaigns,
     }
     calls = Calls(dispatcher.glance, called)
+
+    def sweep() -> None:
+        sweeper.sweep()
+        # what nothing and nobody else does: a dispatcher that cannot is as good as none
+        dispatcher.beat()
+
     repeated: list[tuple[str, float, Callable[[], object]]] = [
         ("glance", settings.dispatch_seconds, calls.look),
         ("shares", shares.SETTLE_SECONDS, dispatcher.settle_shares),
-        ("sweep", SWEEP_SECONDS, sweeper.sweep),
+        ("sweep", SWEEP_SECONDS, sweep),
         ("purge", SWEEP_SECONDS, sweeper.purge),
         ("progress", PROGRESS_SECONDS, dispatcher.tell_progress),
         ("measure", measured.MEASURE_SECONDS, dispatcher.measure),
+        ("count_ends", ends.COUNT_SECONDS, dispatcher.count_ends),
         ("foresee", FORESEE_SECONDS, dispatcher.foresee),
         ("tidy", TIDY_SECONDS, sweeper.tidy),
         ("purge_again", PURGE_AGAIN_SECONDS, sweeper.purge_again),

@@ -403,6 +403,42 @@ class ProjectShare(Base):
     __table_args__ = ({"postgresql_with": {"fillfactor": 20}},)
 
 
+class JobEnd(Base):
+    """One end of a job, written by a trigger on `jobs` alone, until it is counted in `job_end_counts`."""
+
+    __tablename__ = "job_ends"
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    code: Mapped[str]
+    """Of the error; empty for a job that was completed, or has none."""
+
+
+class JobEndCount(Base):
+    """How many ends of jobs were counted; never falls, whatever becomes of the jobs."""
+
+    __tablename__ = "job_end_counts"
+
+    state: Mapped[str] = mapped_column(String(16), primary_key=True)
+    code: Mapped[str] = mapped_column(primary_key=True)
+    num_jobs: Mapped[int]
+
+    __table_args__ = ({"postgresql_with": {"fillfactor": 50}},)
+
+
+class Beat(Base):
+    """When a process of a kind that works without being asked did so last."""
+
+    __tablename__ = "beats"
+
+    process: Mapped[str] = mapped_column(String(16), primary_key=True)
+    """One of `rushes_core.beats.PROCESSES`."""
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    # written every few seconds
+    __table_args__ = ({"postgresql_with": {"fillfactor": 20}},)
+
+
 class QueuePause(Base):
     """A project whose jobs are not claimed until somebody resumes them; `*`: those of all projects."""
 

@@ -1,5 +1,6 @@
 """What Prometheus scrapes."""
 
+import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rushes_api import metrics
 from rushes_api.app import create_app
+from rushes_core import beats
 from rushes_core.models import Job
 from rushes_core.settings import Settings
 from sqlalchemy import text, update
@@ -106,6 +108,36 @@ def test_replicas_and_pauses_are_counted(client: TestClient, driver: JobDriver) 
     client.post("/v1/queue/pause").raise_for_status()
     assert value(client, "rushes_replicas", model="tiny", status="busy") == 1
     assert value(client, "rushes_queues_paused") == 1
+
+
+def test_ends_of_jobs_are_counted_whatever_becomes_of_them(client: TestClient, driver: JobDriver) -> None:
+    failed = {"state": "failed", "code": "generation_failed"}
+    cancelled = {"state": "cancelled", "code": "cancelled_by_user"}
+    assert ({"state": "failed", "code": "worker_crash"}, 0.0) in scraped(client)["rushes_jobs_ended_total"]
+    before = [value(client, "rushes_jobs_ended_total", **one) for one in (failed, cancelled)]
+    ids = [client.post("/v1/videos", json={"prompt": "a dog"}).json()["id"] for _ in range(2)]
+    driver.fail(ids[0], code="generation_failed", message="no")
+    client.post(f"/v1/videos/{ids[1]}/cancel").raise_for_status()
+    after = [number + 1 for number in before]
+    assert [value(client, "rushes_jobs_ended_total", **one) for one in (failed, cancelled)] == after
+    with driver.engine.begin() as connection:
+        connection.execute(text("DELETE FROM jobs"))
+    assert [value(client, "rushes_jobs_ended_total", **one) for one in (failed, cancelled)] == after
+
+
+def test_how_long_a_process_has_been_silent_is_told(client: TestClient, driver: JobDriver) -> None:
+    name = "rushes_process_silent_seconds"
+    assert {process: value(client, name, process=process) for process in beats.PROCESSES} == dict.fromkeys(
+        beats.PROCESSES, math.inf
+    )
+    with driver.engine.begin() as connection:
+        connection.execute(beats.beat(beats.DISPATCHER))
+        connection.execute(text("UPDATE beats SET at = at - interval '1 hour'"))
+    assert value(client, name, process="dispatcher") > 3_600
+    with driver.engine.begin() as connection:
+        connection.execute(beats.beat(beats.DISPATCHER))
+    assert value(client, name, process="dispatcher") < 3_600
+    assert value(client, name, process="loader") == math.inf
 
 
 def test_webhooks_that_wait_are_counted(client: TestClient) -> None:

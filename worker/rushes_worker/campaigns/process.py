@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from rushes_core import beats
 from rushes_core.campaigns.loading import STATEMENT_SECONDS
 from rushes_core.database import create_sync_engine
 from rushes_core.log import get_logger
@@ -49,10 +50,18 @@ def run(settings: Settings) -> int:
     owner = f"loader-{socket.gethostname()}-{os.getpid()}"
     loader = Loader(settings, model, engine, owner=owner)
     ender = Ender(settings, model, engine, owner=owner)
-    lanes = [Lane("load", loader.turn), Lane("end", ender.turn)]
+    working = [Lane("load", loader.turn), Lane("end", ender.turn)]
+
+    def beat() -> bool:
+        with engine.begin() as connection:
+            connection.execute(beats.beat(beats.LOADER))
+        return False
+
+    # beside them: one file may take many minutes
+    lanes = [*working, Lane("beat", beat, poll_seconds=beats.BEAT_SECONDS)]
 
     def on_hint() -> None:
-        for lane in lanes:
+        for lane in working:
             lane.wake()
 
     HintListener(settings, replica_id=owner, on_hint=on_hint, queue=CAMPAIGN_QUEUE).start()
@@ -77,9 +86,10 @@ def run(settings: Settings) -> int:
 class Lane(threading.Thread):
     """Repeats `turn` while it finds work, and waits otherwise."""
 
-    def __init__(self, name: str, turn: Callable[[], bool]) -> None:
+    def __init__(self, name: str, turn: Callable[[], bool], *, poll_seconds: float = POLL_SECONDS) -> None:
         super().__init__(name=name, daemon=True)
         self._turn = turn
+        self._poll_seconds = poll_seconds
         self._wake = threading.Event()
         self._stopping = False
 
@@ -114,4 +124,4 @@ class Lane(threading.Thread):
                 log.info(f"campaign_{self.name}_recovered")
             failing = False
             if not has_worked and not self._stopping:
-                self._wake.wait(POLL_SECONDS)
+                self._wake.wait(self._poll_seconds)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any
 
+from rushes_core import beats
 from rushes_core.database import create_api_engine
 from rushes_core.log import get_logger
 from rushes_core.settings import Settings
@@ -102,6 +103,7 @@ class Sender:
         self._told_unreadable: set[str] = set()
         """Endpoints whose secret of before cannot be read, as the log has said."""
         self._unsent: list[tuple[str, int]] = []
+        self._turned_at = float("-inf")
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -118,6 +120,7 @@ class Sender:
         """Deliver until `stop`. A database that is away is waited for, not an error."""
         async with self._transport:
             chores = [
+                asyncio.create_task(self._repeat("webhook_beat", beats.BEAT_SECONDS, self._beat)),
                 asyncio.create_task(self._repeat("webhook_reap", REAP_SECONDS, self._reap)),
                 asyncio.create_task(self._repeat("webhook_tidy", TIDY_SECONDS, self._tidy)),
             ]
@@ -137,6 +140,7 @@ class Sender:
                 if failing:
                     log.info("webhook_turn_recovered")
                 failing = False
+                self._turned_at = time.monotonic()
                 for group in _by_job(claimed):
                     task = asyncio.create_task(self._deliver(group, began, time.monotonic()))
                     self._under_way[task] = group
@@ -317,6 +321,11 @@ class Sender:
             except (DBAPIError, PoolTimeout, OSError) as error:
                 log.warning(f"{name}_failed", error=str(error).splitlines()[0])
             await asyncio.sleep(seconds)
+
+    async def _beat(self) -> None:
+        """Say that this sender works, if it does."""
+        if time.monotonic() < self._turned_at + 2 * beats.BEAT_SECONDS:
+            await self._execute(beats.beat(beats.SENDER))
 
     async def _reap(self) -> None:
         for lost in await self._execute(deliveries.reap()):
