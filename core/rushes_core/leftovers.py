@@ -12,6 +12,7 @@ from rushes_core.backlog import lanes
 from rushes_core.jobs import IDEMPOTENCY_KEYS_KEPT
 from rushes_core.models import RESULT_RETAINED, File, IdempotencyKey, Job, ProjectShare
 from rushes_core.states import FINAL_STATES, JobState
+from rushes_core.webhooks.deliveries import RETENTION_DAYS
 
 _Row = TypeVar("_Row", Job, File)
 
@@ -87,6 +88,35 @@ def forget_idempotency_keys(*, limit: int = 5_000) -> ReturningDelete[str]:
         .with_for_update(skip_locked=True)
     )
     return delete(IdempotencyKey).where(tuple_(*columns).in_(old)).returning(IdempotencyKey.key)
+
+
+MAX_EVENTS_AT_ONCE = 5_000
+
+
+def forget_events(*, after: int = 0) -> TextClause:
+    """Drop events of the outbox of more than `RETENTION_DAYS` ago, but for those of which a delivery is kept.
+
+    At most `MAX_EVENTS_AT_ONCE` are looked at, in the order in which they were written, from the one behind `after` on,
+    and none behind the first page with one that is young. One row: `num_forgotten`, and `after` for the next ones, null
+    where these were the last.
+    """
+    return text("""
+WITH page AS MATERIALIZED (
+    SELECT id, event_id, job_id, created_at < now() - make_interval(days => :days) AS is_old FROM outbox
+    WHERE id > :after ORDER BY id LIMIT :limit
+), unwanted AS MATERIALIZED (
+    SELECT id FROM outbox WHERE id IN (
+        SELECT id FROM page WHERE is_old AND NOT EXISTS (
+            SELECT FROM webhook_deliveries AS d WHERE d.job_id = page.job_id AND d.event_id = page.event_id
+        )
+    ) FOR UPDATE SKIP LOCKED
+), forgotten AS (
+    DELETE FROM outbox WHERE id IN (SELECT id FROM unwanted) RETURNING id
+)
+SELECT (SELECT count(*) FROM forgotten) AS num_forgotten,
+    CASE WHEN count(*) = :limit AND bool_and(is_old) THEN max(id) END AS after
+FROM page
+""").bindparams(after=after, days=RETENTION_DAYS, limit=MAX_EVENTS_AT_ONCE)
 
 
 def lock_shares() -> TextClause:

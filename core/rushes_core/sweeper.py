@@ -136,11 +136,12 @@ class Sweeper:
         _raise_first(failures)
 
     def tidy(self) -> None:
-        """Remove what has had its time: old keys and dry runs, idle shares, unfinished uploads, clips beyond retention.
+        """Remove what has had its time: old keys, events and dry runs, idle shares, unfinished uploads, clips beyond
+        retention.
 
         What fails is logged and left to the next pass; the rest is done all the same.
         """
-        rows = (self._forget_keys, self._forget_dry_runs, self._forget_idle_shares)
+        rows = (self._forget_keys, self._forget_events, self._forget_dry_runs, self._forget_idle_shares)
         for step in (*rows, self._abort_uploads, self._remove_outlived):
             try:
                 step()
@@ -294,6 +295,14 @@ class Sweeper:
             with self._engine.begin() as connection:
                 if not connection.execute(leftovers.forget_idempotency_keys()).all():
                     return
+
+    def _forget_events(self) -> None:
+        after: int | None = 0
+        while after is not None:
+            with self._engine.begin() as connection:
+                num_forgotten, after = connection.execute(leftovers.forget_events(after=after)).one()
+            if num_forgotten:
+                log.info("events_forgotten", count=num_forgotten)
 
     def _forget_dry_runs(self) -> None:
         with self._engine.begin() as connection:

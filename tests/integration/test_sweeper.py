@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rushes_cli.main import main
-from rushes_core import jobs, replicas
+from rushes_core import jobs, leftovers, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
@@ -347,6 +347,29 @@ def test_idempotency_keys_are_kept_for_a_day(sweeper: Sweeper, rows: JobRows) ->
     sweeper.tidy()
     with Session(rows.engine) as session:
         assert session.scalars(select(IdempotencyKey.key)).all() == ["young"]
+
+
+def test_events_are_kept_for_a_month_though_nobody_delivers_webhooks(
+    sweeper: Sweeper, rows: JobRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "MAX_EVENTS_AT_ONCE", 10)
+    with rows.engine.begin() as connection:
+        # the first of them wait for an endpoint that nobody tells
+        connection.execute(
+            text("""
+INSERT INTO webhook_endpoints (id, project, origin) VALUES ('who_1', 'default', 'https://example.com');
+INSERT INTO outbox (event_id, job_id, project, generation, type, created_at)
+SELECT 'evt_' || n, 'video_' || n, 'default', 1, 'video.completed', now() - interval '30d' + (n - 35.5) * interval '1h'
+FROM generate_series(1, 100) AS n;
+INSERT INTO webhook_deliveries (id, project, endpoint_id, event_id, job_id, type)
+SELECT 'whd_' || n, 'default', 'who_1', 'evt_' || n, 'video_' || n, 'video.completed' FROM generate_series(1, 25) AS n;
+""")
+        )
+    sweeper.tidy()
+    with rows.engine.begin() as connection:
+        left = connection.scalars(text("SELECT event_id FROM outbox ORDER BY id")).all()
+        connection.execute(text("TRUNCATE webhook_endpoints, webhook_deliveries, webhook_attempts"))
+    assert left == [f"evt_{n}" for n in (*range(1, 26), *range(36, 101))]
 
 
 def test_shares_of_idle_projects_are_forgotten_and_come_back(sweeper: Sweeper, rows: JobRows) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rushes_core import jobs
 from rushes_core.models import Job
 from rushes_core.settings import Settings
+from rushes_core.sweeper import Sweeper
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.tables import WebhookDelivery
 from sqlalchemy import func, text, update
@@ -304,9 +305,15 @@ class TestDeletion:
             hooks.set_endpoint(endpoint_id, open_until=datetime.now(UTC) + timedelta(hours=1))
             new = hooks.completed()
             # it tidies when it starts, and every minute
+            sweeper = Sweeper(settings)
+            sweeper.tidy()
+            # an event is kept for as long as its deliveries
+            assert [one.job_id for one in hooks.events()] == [old.id, new.id]
             with SenderThread(settings):
                 wait_until(lambda: [one.job_id for one in hooks.deliveries()] == [new.id])
-                wait_until(lambda: old.id not in [one.job_id for one in hooks.events()])
+            sweeper.tidy()
+            sweeper.close()
+            assert [one.job_id for one in hooks.events()] == [new.id]
 
     def test_what_waited_for_days_is_given_up(self, hooks: Hooks, settings: Settings) -> None:
         endpoint_id, _ = hooks.register(URL)

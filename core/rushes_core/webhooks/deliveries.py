@@ -28,7 +28,7 @@ FAILING_DAYS = 5
 MAX_HOLD_SECONDS = 300
 """How long an answer 429 or 503 with `Retry-After` holds up the other deliveries to its endpoint at most."""
 RETENTION_DAYS = 30
-"""How long deliveries that ended, and events, are kept."""
+"""How long deliveries that ended are kept, and at least their events."""
 MAX_PROJECT_TESTS = 16
 """Tests of a project's endpoints that one sender makes at once."""
 MAX_AT_ONCE = 5_000
@@ -430,23 +430,14 @@ SELECT id FROM given_up
 """).bindparams(days=MAX_AGE_DAYS, limit=MAX_AT_ONCE)
 
 
-def forget() -> tuple[TextClause, TextClause]:
-    """Remove deliveries that ended, and events, after `RETENTION_DAYS`. Ids of what was removed."""
-    old_deliveries = text("""
+def forget() -> TextClause:
+    """Remove deliveries that ended, after `RETENTION_DAYS`. Ids of what was removed."""
+    return text("""
 DELETE FROM webhook_deliveries WHERE id IN (
     SELECT id FROM webhook_deliveries WHERE finished_at < now() - make_interval(days => :days)
     ORDER BY finished_at LIMIT :limit FOR UPDATE SKIP LOCKED
 ) RETURNING id
-""")
-    old_events = text("""
-DELETE FROM outbox WHERE id IN (
-    SELECT id FROM outbox AS o WHERE o.created_at < now() - make_interval(days => :days)
-        AND NOT EXISTS (SELECT FROM webhook_deliveries AS d WHERE d.job_id = o.job_id AND d.event_id = o.event_id)
-    ORDER BY id LIMIT :limit FOR UPDATE SKIP LOCKED
-) RETURNING id
-""")
-    values = {"days": RETENTION_DAYS, "limit": MAX_AT_ONCE}
-    return old_deliveries.bindparams(**values), old_events.bindparams(**values)
+""").bindparams(days=RETENTION_DAYS, limit=MAX_AT_ONCE)
 
 
 _IS_UNUSED = """(e.origin IS NOT NULL OR e.deleted_at < now() - interval '1 day')

@@ -332,7 +332,7 @@ class Sender:
             log.warning("webhook_sender_lost", delivery_id=lost.delivery_id, attempt=lost.number)
 
     async def _tidy(self) -> None:
-        for statement in (deliveries.give_up(), deliveries.cancel_left_over(), *deliveries.forget()):
+        for statement in (deliveries.give_up(), deliveries.cancel_left_over(), deliveries.forget()):
             count = deliveries.MAX_AT_ONCE
             while count >= deliveries.MAX_AT_ONCE:
                 count = len(await self._execute(statement))
