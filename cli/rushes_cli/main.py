@@ -6,11 +6,13 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rushes_core.errors import InvalidRequest, RushesError
+from rushes_core.starting import importing
 
 # a subcommand's own modules are imported when it runs: `rushes --version` needs neither torch nor a database driver
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ def load_settings() -> "Settings":
     Raises:
         UsageError: names every variable that is missing or wrong.
     """
-    from rushes_core.settings import get_settings
+    with importing():
+        from rushes_core.settings import get_settings
 
     return _load(get_settings)
 
@@ -198,9 +201,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         ("bench", "time clips, in a running service or on devices of this machine"),
     ):
         if words[:1] == [name]:
-            from importlib import import_module
-
-            import_module(f"rushes_cli.{name}").add_parser(commands)
+            with importing():
+                module = import_module(f"rushes_cli.{name}")
+            module.add_parser(commands)
         else:
             commands.add_parser(name, help=summary)
     return parser
@@ -208,9 +211,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 def _run(module: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
-        from importlib import import_module
-
-        return import_module(module).run(arguments)
+        with importing():
+            loaded = import_module(module)
+        status: int = loaded.run(arguments)
+        return status
 
     return run
 
@@ -219,8 +223,9 @@ def _settings_of_service() -> "Settings":
     """For what runs until it is stopped: logging is on, and the database's schema serves this release."""
     settings = load_settings()
 
-    from rushes_core.log import configure_logging
-    from rushes_core.schema import check_schema
+    with importing():
+        from rushes_core.log import configure_logging
+        from rushes_core.schema import check_schema
 
     configure_logging(settings.log_level, json=settings.log_json)
     check_schema(settings)
@@ -230,9 +235,10 @@ def _settings_of_service() -> "Settings":
 def _api(arguments: argparse.Namespace) -> int:
     settings = _settings_of_service()
 
-    from rushes_api.app import create_app
-    from rushes_api.server import check_address, serve
-    from rushes_core.served_model import ServedModel
+    with importing():
+        from rushes_api.app import create_app
+        from rushes_api.server import check_address, serve
+        from rushes_core.served_model import ServedModel
 
     # what is wrong with it is one line here and a traceback in the server's start
     ServedModel.load(settings)
@@ -249,7 +255,8 @@ def _worker(arguments: argparse.Namespace) -> int:
     settings = load_settings()
 
     if arguments.join is not None:
-        from rushes_worker import node
+        with importing():
+            from rushes_worker import node
 
         if arguments.weights is not None:
             raise UsageError("--weights is said to the first node, which tells this one")
@@ -261,7 +268,8 @@ def _worker(arguments: argparse.Namespace) -> int:
     if arguments.node_rank not in (None, 0):
         raise UsageError(f"--node-rank {arguments.node_rank}: every node but the first is started with --join HOST")
 
-    from rushes_worker import launcher
+    with importing():
+        from rushes_worker import launcher
 
     return launcher.run(
         settings,
@@ -275,7 +283,8 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _dispatcher(arguments: argparse.Namespace) -> int:
     settings = _settings_of_service()
 
-    from rushes_core import dispatcher
+    with importing():
+        from rushes_core import dispatcher
 
     return dispatcher.run(settings)
 
@@ -283,8 +292,9 @@ def _dispatcher(arguments: argparse.Namespace) -> int:
 def _deliver(arguments: argparse.Namespace) -> int:
     settings = _settings_of_service()
 
-    from rushes_core.webhooks.signing import WebhooksNotConfigured
-    from rushes_worker.webhooks import process
+    with importing():
+        from rushes_core.webhooks.signing import WebhooksNotConfigured
+        from rushes_worker.webhooks import process
 
     try:
         return process.run(settings)
@@ -295,14 +305,16 @@ def _deliver(arguments: argparse.Namespace) -> int:
 def _loader(arguments: argparse.Namespace) -> int:
     settings = _settings_of_service()
 
-    from rushes_worker.campaigns import process
+    with importing():
+        from rushes_worker.campaigns import process
 
     return process.run(settings)
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
-    from rushes_core.database import migrate
-    from rushes_core.schema import current_revision, is_newer, move_fences_on
+    with importing():
+        from rushes_core.database import migrate
+        from rushes_core.schema import current_revision, is_newer, move_fences_on
 
     settings = load_settings()
     with one_line_database_errors():

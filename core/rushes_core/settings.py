@@ -79,7 +79,6 @@ class DatabaseSettings(BaseSettings):
         env_prefix=PREFIX,
         frozen=True,
         extra="ignore",
-        use_attribute_docstrings=True,
         # an error would show the start of the database's URL, password and all
         hide_input_in_errors=True,
     )

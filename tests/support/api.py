@@ -26,6 +26,7 @@ from support.stack import settings_env
 from support.waiting import wait_until
 
 API_KEY = "test-key-0123456789"
+TESTS = Path(__file__).parents[1]
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
 
 
@@ -210,12 +211,8 @@ class ApiProcess:
         fd = self._listener.fileno()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "uvicorn", "--factory", "rushes_api.app:create_app", "--fd", str(fd)),
-                    # as `rushes api` has them
-                    *("--http", "rushes_api.server:Protocol", "--ws", "none", "--no-access-log"),
-                ],
-                env=os.environ | settings_env(settings),
+                [sys.executable, "-P", "-m", "rushes_core.starting", "support.api_process", str(fd)],
+                env=os.environ | settings_env(settings) | {"PYTHONPATH": str(TESTS)},
                 pass_fds=[fd],
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -302,7 +302,7 @@ class Worker:
         nodes: int = 1,
         env: dict[str, str] | None = None,
     ) -> None:
-        self._start(settings, log, [layout, device, str(nodes)], env)
+        self._start(settings, log, ["support.worker_process", layout, device, str(nodes)], env)
 
     def _start(
         self,
@@ -316,7 +316,7 @@ class Worker:
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*behind, sys.executable, "-P", "-m", "support.worker_process", *arguments],
+                [*behind, sys.executable, "-P", "-m", "rushes_core.starting", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -401,4 +401,4 @@ class JoiningNode(Worker):
         env: dict[str, str] | None = None,
         behind: Sequence[str] = (),
     ) -> None:
-        self._start(settings, log, ["join", address], env, behind)
+        self._start(settings, log, ["support.joining_process", address], env, behind)

@@ -23,7 +23,8 @@ _SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
 def spawn(
     module: str, arguments: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module PARENT_PID arguments...` as the leader of its own session and process group.
+    """Have a process of its own call `main` of `module` with PARENT_PID and the arguments, as the leader of its own
+    session and process group.
 
     The kernel ends a child when the *thread* that started it ends, so only the main thread may start one.
     """
@@ -31,7 +32,7 @@ def spawn(
         raise RuntimeError(f"{module} must be started from the main thread: it ends with the thread that starts it")
     return subprocess.Popen(
         # -P: a folder of the working directory must not shadow an installed package
-        [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments],
+        [sys.executable, "-P", "-m", "rushes_core.starting", module, str(os.getpid()), *arguments],
         stdin=subprocess.DEVNULL,
         env=dict(env),
         pass_fds=pass_fds,

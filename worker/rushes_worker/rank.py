@@ -1,6 +1,6 @@
 """One rank of a replica: holds a share of the model and renders what its supervisor says.
 
-Runs as `python -m rushes_worker.rank PARENT_PID FD`. It knows no database, no broker and no object store; it ends with
+Started by `child.spawn`. It knows no database, no broker and no object store; it ends with
 its supervisor, and its supervisor ends it when another rank of the group is lost.
 """
 
@@ -17,7 +17,7 @@ from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -25,6 +25,7 @@ import structlog
 from rushes_core.contract import load_contract
 from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
 from rushes_core.log import configure_logging, get_logger
+from rushes_core.starting import importing
 
 from rushes_worker.child import end_with_parent, leave_signals_to_parent
 from rushes_worker.commands import (
@@ -325,7 +326,7 @@ def _store(boot: Boot, timeout: timedelta) -> Any:
 def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
     module, _, name = boot.pipeline.partition(":")
     try:
-        with watch.stage("importing the pipeline"):
+        with watch.stage("importing the pipeline"), importing():
             factory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
@@ -338,7 +339,15 @@ def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
     return pipeline
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> NoReturn:
+    """Be a rank: the arguments are the supervisor's process and the descriptor that it speaks over."""
+    status = _run(arguments)
+    sys.stderr.flush()
+    # a communicator whose peers are gone may hang in its destructor
+    os._exit(status)
+
+
+def _run(arguments: list[str]) -> int:
     parent_pid, descriptor = map(int, arguments)
     end_with_parent(parent_pid)
     leave_signals_to_parent()
@@ -363,10 +372,3 @@ def main(arguments: list[str]) -> int:
         except (EOFError, ConnectionError):
             return 0  # the supervisor is gone, or done with this group
     return 1
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stderr.flush()
-    # a communicator whose peers are gone may hang in its destructor
-    os._exit(status)

@@ -1,6 +1,6 @@
 """The supervisor of one replica: claims jobs, keeps their leases, and keeps a rank group alive to render them.
 
-Runs as `python -m rushes_worker.supervisor PARENT_PID ...`, one per replica. It never loads torch and never touches
+Started by `child.spawn`, one per replica. It never loads torch and never touches
 CUDA: what a broken driver or a crashed kernel takes down are the ranks, which it replaces.
 
 Threads: the main thread talks to the ranks and starts every child, which the kernel ends with it; the claimer claims
@@ -12,7 +12,6 @@ import multiprocessing.connection
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -394,7 +393,3 @@ def _refuse(refusal: int, why: str, *, status: int = EXIT_UNFIT) -> int:
     """Have the launcher say why, once for all replicas."""
     os.write(refusal, why.encode()[:MAX_REFUSAL_BYTES])
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import os
 
+import uvicorn
 from fastapi import FastAPI
 from rushes_api import app
 from support.faults import canvas  # noqa: F401
@@ -15,3 +16,8 @@ def create_app() -> FastAPI:
     if os.environ.get("FAULT_MUTANT") == COMMIT_AFTER_ANSWER:
         commit_after_answer(seconds=2.0)
     return app.create_app()
+
+
+def main(arguments: list[str]) -> int:
+    uvicorn.run(create_app, factory=True, fd=int(arguments[0]))
+    return 0

@@ -146,7 +146,7 @@ class Cluster:
     def start_dispatcher(self, env: dict[str, str] | None = None, **changes: Any) -> Process:
         environment = settings_environment(self.settings(**changes)) | self.fault_env | (env or {})
         number = len(self.parts)
-        process = Process(["-m", "support.faults.dispatcher"], environment, self.folder / f"dispatcher-{number}.log")
+        process = Process(["support.faults.dispatcher"], environment, self.folder / f"dispatcher-{number}.log")
         self.parts.append(process)
         self.dispatchers.append(process)
         return process
@@ -154,7 +154,7 @@ class Cluster:
     def start_loader(self, env: dict[str, str] | None = None) -> Process:
         """Start a loader; `FAULT_CHUNK_SECONDS` in `env` is how long each chunk takes it."""
         environment = settings_environment(self.settings()) | self.fault_env | (env or {})
-        process = Process(["-m", "support.faults.loader"], environment, self.folder / f"loader-{len(self.parts)}.log")
+        process = Process(["support.faults.loader"], environment, self.folder / f"loader-{len(self.parts)}.log")
         self.parts.append(process)
         return process
 

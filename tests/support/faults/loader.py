@@ -1,7 +1,6 @@
 """`rushes loader` with short leases and chunks, slow by `FAULT_CHUNK_SECONDS` before each chunk's commit."""
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ def _slow_down(seconds: float) -> None:
     loading.advance = slowly
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     from rushes_worker.campaigns import chunks, process
 
     install()
@@ -34,7 +33,3 @@ def main() -> int:
     settings = get_settings()
     configure_logging(settings.log_level, json=settings.log_json)
     return process.run(settings)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,7 @@ class Process:
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
                 # ended with the harness, however that ends
-                guarded([sys.executable, "-P", *command], signal.SIGKILL, None),
+                guarded([sys.executable, "-P", "-m", "rushes_core.starting", *command], signal.SIGKILL, None),
                 env=env
                 | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
                 pass_fds=fds,
@@ -70,7 +70,7 @@ class Worker(Process):
         self.name = name
         self.layout = layout
         environment = settings_environment(settings) | env
-        super().__init__(["-m", "support.faults.worker", layout], environment, log)
+        super().__init__(["support.faults.worker", layout], environment, log)
 
     @property
     def supervisors(self) -> list[int]:
@@ -87,5 +87,5 @@ class Api(Process):
     """An API process on a socket that outlives it."""
 
     def __init__(self, settings: Settings, log: Path, env: dict[str, str], fd: int) -> None:
-        command = ["-m", "uvicorn", "--factory", "support.faults.api:create_app", "--fd", str(fd)]
-        super().__init__(command, os.environ | settings_env(settings) | env, log, fds=[fd])
+        environment = os.environ | settings_env(settings) | env
+        super().__init__(["support.faults.api", str(fd)], environment, log, fds=[fd])

@@ -1,10 +1,9 @@
 """`rushes_worker.supervisor` with the faults of the environment."""
 
-import sys
-
-from rushes_worker.supervisor import main
+from rushes_worker import supervisor
 from support.faults.mutants import install
 
-if __name__ == "__main__":
+
+def main(arguments: list[str]) -> int:
     install()
-    sys.exit(main(sys.argv[1:]))
+    return supervisor.main(arguments)

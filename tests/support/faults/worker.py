@@ -1,7 +1,7 @@
-"""`rushes worker` with the supervisors of `support.faults.supervisor`: `python -m support.faults.worker LAYOUT`."""
+"""`rushes worker` with the supervisors of `support.faults.supervisor`: `python -m rushes_core.starting
+support.faults.worker LAYOUT`."""
 
 import subprocess
-import sys
 from typing import Any
 
 from rushes_core.settings import get_settings
@@ -15,6 +15,6 @@ def _spawn(module: str, arguments: Any, **options: Any) -> "subprocess.Popen[byt
     return spawn(_STAND_INS.get(module, module), arguments, **options)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> int:
     launcher.spawn = _spawn
-    sys.exit(launcher.run(get_settings(), layout=sys.argv[1], device="cpu"))
+    return launcher.run(get_settings(), layout=arguments[0], device="cpu")

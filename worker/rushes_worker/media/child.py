@@ -204,12 +204,14 @@ class CommandLoop:
         self._connection.send(reply)
 
 
-def main(parent_pid: int, descriptor: int) -> None:
-    """Serve the socket `descriptor` until its other end closes."""
+def main(arguments: list[str]) -> int:
+    """Serve a socket until its other end closes: the arguments are the worker's process and the socket's descriptor."""
+    parent_pid, descriptor = map(int, arguments)
     end_with_parent(parent_pid)
     leave_signals_to_parent()
     with Connection(descriptor) as connection:
         CommandLoop(connection).run()
+    return 0
 
 
 def _return_free_memory() -> None:

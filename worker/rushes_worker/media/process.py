@@ -1,12 +1,11 @@
 """The media process: encoding beside the ranks, in a process without torch.
 
-`MediaProcess` is the worker's side. The process itself runs `python -m rushes_worker.media.process PARENT_PID FD` and
-talks over an inherited socket; `child.py` is what it does.
+`MediaProcess` is the worker's side. The process itself talks over an inherited socket; `child.py`
+is what it does.
 """
 
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -199,7 +198,7 @@ class MediaProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = spawn(
-                "rushes_worker.media.process",
+                "rushes_worker.media.child",
                 [str(theirs.fileno())],
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
@@ -273,9 +272,3 @@ def _remove_outputs(spec: ClipSpec) -> None:
     for variant in BY_PRODUCTS:
         if variant.name in spec.by_products:
             by_product_path(spec.path, variant).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    from rushes_worker.media.child import main
-
-    main(int(sys.argv[1]), int(sys.argv[2]))
