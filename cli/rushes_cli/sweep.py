@@ -1,7 +1,9 @@
 """`rushes sweep`: one pass of the sweeper, or the objects that no job points at."""
 
 import argparse
+import sys
 
+from rushes_core.errors import StorageError
 from rushes_core.log import configure_logging
 from rushes_core.sweeper import Sweeper
 
@@ -14,19 +16,32 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--delete belongs to --orphans")
     settings = load_settings()
     configure_logging(settings.log_level, json=settings.log_json)
-    sweeper = Sweeper(settings)
+    sweeper = Sweeper(settings, is_patient=True)
     try:
         with one_line_database_errors():
             if arguments.orphans:
                 _orphans(sweeper, delete=arguments.delete)
-            else:
-                sweeper.sweep()
-                sweeper.purge()
-                sweeper.purge_again()
-                sweeper.tidy()
+                return 0
+            return _sweep(sweeper)
     finally:
         sweeper.close()
-    return 0
+
+
+def _sweep(sweeper: Sweeper) -> int:
+    sweeper.sweep()
+    sweeper.purge()
+    problems: list[str] = []
+    try:
+        sweeper.purge_again()
+    except StorageError as error:
+        problems.append(str(error))
+    problems += [f"{step} failed, see the log" for step in sweeper.tidy()]
+    if sweeper.num_stuck:
+        noun = "job or file" if sweeper.num_stuck == 1 else "jobs or files"
+        problems.append(f"objects of {sweeper.num_stuck} {noun} could not be removed, and stay")
+    for problem in problems:
+        print(f"rushes sweep: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _orphans(sweeper: Sweeper, *, delete: bool) -> None:

@@ -35,7 +35,8 @@ _Owner = TypeVar("_Owner", Job, File)
 
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
-"""Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything."""
+"""Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything. The next one goes
+on behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,16 @@ class _Removal(Generic[_Owner]):
 
 
 class Sweeper:
-    """One pass each of what has to be done; whoever holds it repeats them."""
+    """One pass each of what has to be done; whoever holds it repeats them.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        is_patient: there is no next pass: each goes on to its end while the store answers, however many objects stay.
+    """
+
+    def __init__(self, settings: Settings, *, is_patient: bool = False) -> None:
+        self._is_patient = is_patient
+        self.num_stuck = 0
+        """Jobs and files whose objects stayed, in all passes."""
         self._engine: Engine = create_sync_engine(settings, pool_size=2)
         self._store = ObjectStore(settings)
         self._deleted_jobs = _Removal(
@@ -124,29 +132,36 @@ class Sweeper:
             bucket = Destination.of(job.request).bucket
             # what one bucket keeps holds up nothing in others
             if num_failed[bucket] == _MAX_FAILURES:
-                continue
+                if not self._is_patient:
+                    continue
+                self._store.check()
+                num_failed[bucket] = 0
             try:
                 count = self._remove_objects_of(job)
             except StorageError as error:
                 failures.append(error)
                 num_failed[bucket] += 1
+                self.num_stuck += 1
                 continue
             if count:
                 log.info("late_objects_removed", job_id=job.id, count=count)
         _raise_first(failures)
 
-    def tidy(self) -> None:
+    def tidy(self) -> list[str]:
         """Remove what has had its time: old keys, events and dry runs, idle shares, unfinished uploads, clips beyond
         retention.
 
-        What fails is logged and left to the next pass; the rest is done all the same.
+        What fails is logged and left to the next pass; the rest is done all the same. The names of what failed.
         """
+        failed: list[str] = []
         rows = (self._forget_keys, self._forget_events, self._forget_dry_runs, self._forget_idle_shares)
         for step in (*rows, self._abort_uploads, self._remove_outlived):
             try:
                 step()
             except (DBAPIError, StorageError) as error:
-                log.warning("tidy_failed", step=step.__name__.strip("_"), error=str(error).splitlines()[0])
+                failed.append(step.__name__.strip("_"))
+                log.warning("tidy_failed", step=failed[-1], error=str(error).splitlines()[0])
+        return failed
 
     def orphans(self, *, delete: bool) -> Iterator[Orphan]:
         """Every orphan that is old enough, found page by page; `delete` removes a page before it is handed out.
@@ -271,7 +286,7 @@ class Sweeper:
         however many they are.
         """
         failures = 0
-        while failures < _MAX_FAILURES:
+        while True:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
                 found = session.scalars(removal.find(after=removal.after)).all()
             if not found:
@@ -283,12 +298,19 @@ class Sweeper:
                     removal.remove(row)
                 except StorageError as error:
                     failures += 1
+                    self.num_stuck += 1
                     log.warning("objects_stay", error=str(error).splitlines()[0], **said)
                 else:
                     with self._engine.begin() as connection:
                         connection.execute(removal.mark(row.id))
                     log.info(removal.event, **said)
                 removal.after = getattr(row, removal.by), row.id
+            if failures >= _MAX_FAILURES:
+                if not self._is_patient:
+                    return
+                # of a store that is away everything would stay
+                self._store.check()
+                failures = 0
 
     def _forget_keys(self) -> None:
         while True:

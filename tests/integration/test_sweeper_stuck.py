@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rushes_cli.main import main
 from rushes_core import jobs, leftovers
 from rushes_core.errors import StorageError
 from rushes_core.models import Job
@@ -46,6 +47,45 @@ def test_jobs_whose_objects_stay_hold_up_no_others_however_many_they_are(sweeper
         patched.setattr(ObjectStore, "delete_prefix", lambda store, prefix: 0)
         sweeper.purge()
     assert rows.read(stuck[0].id).purged_at is not None
+
+
+def test_the_command_goes_on_past_all_that_stays_and_tells_how_much_that_is(
+    settings: Settings, rows: JobRows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = settings.model_copy(update={"s3_output_buckets": GONE})
+    monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: named)
+    monkeypatch.setattr("rushes_cli.sweep.configure_logging", lambda *arguments, **options: None)
+    stuck = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(41)]
+    free = deleted(rows)
+    late = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(23)]
+    for job in late:
+        rows.run(leftovers.mark_purged(job.id).returning(Job))
+    assert main(["sweep"]) == 1
+    assert rows.read(free.id).purged_at is not None
+    assert [rows.read(job.id).purged_at for job in stuck] == [None] * 41
+    assert "objects of 64 jobs or files could not be removed" in capsys.readouterr().err
+    monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: settings)
+    assert main(["sweep"]) == 0
+
+
+def test_the_command_ends_when_the_store_is_away(
+    settings: Settings, rows: JobRows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = settings.model_copy(update={"s3_endpoint_url": "http://127.0.0.1:1"})
+    monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: away)
+    monkeypatch.setattr("rushes_cli.sweep.configure_logging", lambda *arguments, **options: None)
+    tried: list[str] = []
+
+    def refuse(store: ObjectStore, prefix: str) -> int:
+        tried.append(prefix)
+        raise StorageError("away")
+
+    monkeypatch.setattr(ObjectStore, "delete_prefix", refuse)
+    for _ in range(45):
+        deleted(rows)
+    assert main(["sweep"]) == 1
+    assert len(tried) == 20
+    assert capsys.readouterr().err.startswith("rushes sweep: ")
 
 
 def test_jobs_in_a_bucket_that_is_gone_for_good_are_purged(settings: Settings, rows: JobRows) -> None:
