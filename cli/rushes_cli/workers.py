@@ -71,11 +71,11 @@ def _short(precision: str) -> str:
 
 
 def _stage(worker: dict[str, Any]) -> str:
-    """Of the job, or of the load with what is known of its progress."""
-    # an API of the release before does not say
-    loading = worker.get("loading")
+    """Of the job, or of the load with what is known of its progress; between two loads why the last one failed."""
+    # an API of the release before says neither
+    loading, trouble = worker.get("loading"), worker.get("trouble")
     if loading is None:
-        return worker["stage"] or "-"
+        return worker["stage"] or (trouble.partition("\n")[0] if trouble else "-")
     known = (
         ("percent", "{:d} %"),
         ("gb_per_second", "{:.1f} GB/s"),

@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard, cast
 
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_core.json_file import read_json_object
+from rushes_core.read_fault import read_fault
 
 CONTRACT_FILE = "fastvideo_inference.json"
 INDEX_FILES = ("modular_model_index.json", "model_index.json")
@@ -66,6 +67,7 @@ def load_contract(checkpoint: Path) -> InferenceContract:
 
     Raises:
         CheckpointError: naming every file, field and value that is not as expected.
+        CheckpointUnreadable: its file system failed.
     """
     contract, problems = read_contract(checkpoint)
     if contract is None or problems:
@@ -74,7 +76,11 @@ def load_contract(checkpoint: Path) -> InferenceContract:
 
 
 def read_contract(checkpoint: Path) -> tuple[InferenceContract | None, list[str]]:
-    """The contract, or None and the reasons why it cannot be used."""
+    """The contract, or None and the reasons why it cannot be used.
+
+    Raises:
+        CheckpointUnreadable: its file system failed.
+    """
     refusal = refuse_directory(checkpoint)
     if refusal is not None:
         return None, [refusal]
@@ -90,7 +96,11 @@ def read_contract(checkpoint: Path) -> tuple[InferenceContract | None, list[str]
 
 
 def refuse_directory(checkpoint: Path) -> str | None:
-    """Why `checkpoint` is not a directory with something in it that can be reached, or None."""
+    """Why `checkpoint` is not a directory with something in it that can be reached, or None.
+
+    Raises:
+        CheckpointUnreadable: its file system failed.
+    """
     try:
         if not checkpoint.exists():
             return f"{checkpoint}: {'a link that leads nowhere' if checkpoint.is_symlink() else 'no such directory'}"
@@ -100,9 +110,13 @@ def refuse_directory(checkpoint: Path) -> str | None:
             return f"{checkpoint}: empty directory"
         # one that can be listed need not be one whose files can be reached
         (checkpoint / CONTRACT_FILE).exists()
-    except (OSError, RuntimeError) as error:  # a loop of symbolic links is a RuntimeError up to Python 3.12
-        where = getattr(error, "filename", None) or checkpoint
-        return f"{where}: {getattr(error, 'strerror', None) or error}"
+    except OSError as error:
+        fault = read_fault(error.filename or checkpoint, error)
+        if isinstance(fault, CheckpointUnreadable):
+            raise fault from error
+        return str(fault)
+    except RuntimeError as error:  # a loop of symbolic links, up to Python 3.12
+        return f"{checkpoint}: {error}"
     return None
 
 

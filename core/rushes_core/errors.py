@@ -2,6 +2,7 @@
 
 RushesError
 ├── CheckpointError             a checkpoint directory that must not be served
+├── CheckpointUnreadable        a checkpoint directory whose file system failed: another try may find it good
 ├── SchemaMismatch              the database's schema is not one that this release works with
 ├── StorageError                the object store refused or lost something
 │   ├── ObjectMissing           there is no such object, or no such bucket
@@ -31,10 +32,18 @@ class CheckpointError(RushesError):
     code = "invalid_checkpoint"
 
 
+class CheckpointUnreadable(RushesError):
+    """The file system of a checkpoint failed: names the file and what the system said. Nothing is known of the
+    checkpoint then, so this is no `CheckpointError`."""
+
+    code = "checkpoint_unreadable"
+
+
 def with_variable(error: Exception) -> str:
-    """What is wrong with the settings, with the variable that says so: `CheckpointError` names none, for commands take
-    directories too."""
-    return f"RUSHES_CHECKPOINT: {error}" if isinstance(error, CheckpointError) else str(error)
+    """What is wrong with the settings, with the variable that says so: errors of the checkpoint name none, for commands
+    take directories too."""
+    is_of_checkpoint = isinstance(error, CheckpointError | CheckpointUnreadable)
+    return f"RUSHES_CHECKPOINT: {error}" if is_of_checkpoint else str(error)
 
 
 class SchemaMismatch(RushesError):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import cast
 
 from rushes_core.errors import CheckpointError
+from rushes_core.read_fault import read_fault
 from rushes_core.strict_json import InvalidJson, parse_json
 
 MAX_JSON_BYTES = 64 << 20
@@ -17,6 +18,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     Raises:
         CheckpointError: the file is missing, unreadable or too large, or it is not one JSON object with unique keys
             and finite numbers.
+        CheckpointUnreadable: its file system failed.
     """
     return parse_json_object(read_small_file(path), path)
 
@@ -32,7 +34,7 @@ def read_small_file(path: Path) -> bytes:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} expected of such a file")
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise read_fault(path, error) from error
 
 
 def parse_json_object(data: bytes, source: Path | str) -> dict[str, object]:

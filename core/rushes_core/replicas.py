@@ -128,8 +128,8 @@ def up(*, seen_within_seconds: float) -> Select[Replica]:
     """Replicas that have not stopped and have been heard of within the last `seen_within_seconds`, by name.
 
     `detail` holds `pid`, `host` and what tells the process from others, the `checkpoint`, the `ranks`' pids, their
-    `devices`, `failures`, the rank groups in a row that ended without a completed job, and `crashed_jobs` of the last
-    half hour, for which it may have drained itself.
+    `devices`, `failures`, the rank groups in a row that ended without a completed job, `trouble`, why the last one
+    ended, if none is ready since, and `crashed_jobs` of the last half hour, for which it may have drained itself.
     """
     return (
         select(Replica)

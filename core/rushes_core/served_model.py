@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rushes_core.contract import InferenceContract, load_contract
-from rushes_core.errors import CheckpointError, with_variable
+from rushes_core.errors import CheckpointError, CheckpointUnreadable, with_variable
 from rushes_core.prompt import PromptTokenizer
 from rushes_core.settings import Settings
 
@@ -24,12 +24,13 @@ class ServedModel:
 
         Raises:
             CheckpointError: the directory, its contract or its tokenizer cannot be served.
+            CheckpointUnreadable: its file system failed.
         """
         try:
             contract = load_contract(settings.checkpoint)
             tokenizer = PromptTokenizer(settings.checkpoint / "tokenizer" / "tokenizer.json")
-        except CheckpointError as error:
-            raise CheckpointError(with_variable(error)) from error
+        except (CheckpointError, CheckpointUnreadable) as error:
+            raise type(error)(with_variable(error)) from error
         return cls(
             name=model_name(settings, contract),
             contract=contract,

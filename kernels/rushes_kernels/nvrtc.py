@@ -32,6 +32,10 @@ class KernelError(RuntimeError):
     """The compiler or the driver refused; the message holds what it said."""
 
 
+class DriverError(KernelError):
+    """The driver refused a call: for the state of the device, perhaps, and not for the kernel."""
+
+
 def cache_directory() -> Path:
     """Where compiled kernels are kept. A user without a home directory gets one below the working directory."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -260,12 +264,12 @@ def _call(name: str, *arguments: object) -> None:
     """Call the driver.
 
     Raises:
-        KernelError: with the driver's name for the error.
+        DriverError: with the driver's name for the error.
     """
     if status := getattr(_driver(), name)(*arguments):
         said = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(said))
-        raise KernelError(f"{name} failed: {(said.value or b'unknown error').decode()}")
+        raise DriverError(f"{name} failed: {(said.value or b'unknown error').decode()}")
 
 
 def _versions() -> tuple[int, int, int]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from rushes_core.errors import CheckpointError
-from rushes_worker.checkpoint.directory import MAX_LISTED, open_checkpoint
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
+from rushes_worker.checkpoint.directory import MAX_LISTED, examine, open_checkpoint
+from rushes_worker.checkpoint.family import recognise
 from rushes_worker.checkpoint.weights import FileWeights
 from safetensors.torch import load_file, save_file
-from support.checkpoints import copy_checkpoint, edit_header, edit_json, edit_tensors
+from support.checkpoints import copy_checkpoint, edit_header, edit_json, edit_tensors, make_unreadable
 from support.permissions import unprivileged
 
 STEM = "diffusion_pytorch_model"
@@ -521,6 +522,27 @@ def test_link_to_where_nobody_may_look_is_named(tiny: Path, name: str) -> None:
         elsewhere.chmod(0o600)
         with unprivileged(), pytest.raises(CheckpointError, match=f"{copy / name}: Permission denied"):
             open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fastvideo_inference.json",
+        "audio_scheduler/scheduler_config.json",
+        "modular_model_index.json",
+        "transformer/config.json",
+        "checkpoint_content.json",
+        "tokenizer/tokenizer.json",
+        INDEX,
+        SECOND,
+    ],
+)
+def test_file_system_that_fails_is_told_apart_from_a_defect(damaged: Path, name: str) -> None:
+    make_unreadable(damaged / name)
+    with pytest.raises(CheckpointUnreadable, match=f"^{damaged / name}: Input/output error$"):
+        open_checkpoint(damaged)
+    assert f"{damaged / name}: Input/output error" in examine(damaged).problems
+    assert recognise(damaged)
 
 
 def test_base_model_is_told_from_a_student(damaged: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_worker.checkpoint.directory import open_checkpoint
 from rushes_worker.checkpoint.loader import Loader, Unwatched
-from rushes_worker.checkpoint.shards import read_header, scan_shards
+from rushes_worker.checkpoint.shards import Stamp, StoredTensor, read_header, scan_shards
 from rushes_worker.checkpoint.streaming import Staging, StreamedWeights
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
 from rushes_worker.commands import Loading
@@ -123,6 +123,18 @@ def test_file_that_went_away_is_named(weights: StreamedWeights, tmp_path: Path) 
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: No such file"):
         weights.get("wide")
+
+
+def test_file_system_that_fails_is_told_apart_from_a_file_that_is_wrong(tmp_path: Path) -> None:
+    # its first page is nobody's: EIO
+    path = Path("/proc/self/mem")
+    with path.open("rb") as file:
+        stamp = Stamp.of(file.fileno())
+    stored = StoredTensor(path, stamp, "F32", (4, 4), 64, 0)
+    with Staging(torch.device("cpu"), buffer_bytes=BUFFER_BYTES) as staging:
+        weights = StreamedWeights(tmp_path, {"matrix": stored}, staging)
+        with pytest.raises(CheckpointUnreadable, match=f"^{path}: Input/output error$"):
+            weights.get("matrix")
 
 
 def test_load_tells_its_stages_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from rushes_worker.commands import (
     Stopped,
     UnitReady,
 )
-from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
+from rushes_worker.group import GroupLost, GroupNotLoaded, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
 from support.checkpoints import edit_json
@@ -281,6 +281,43 @@ def test_checkpoint_that_no_rank_can_load_is_refused(
     monkeypatch.setenv("SCRIPTED_LOAD_ERROR", "a tensor is missing")
     with pytest.raises(GroupUnfit, match=f"{tmp_path}: a tensor is missing"):
         start_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rushes_kernels.nvrtc:KernelError", "NVRTC cannot compile rows.cu"),
+        ("triton.errors:TritonError", "ptxas knows no such architecture"),
+        ("builtins:RuntimeError", "CUDA error: no kernel image is available for execution on the device"),
+        ("builtins:ImportError", "libcudart.so.13: cannot open shared object file"),
+    ],
+    ids=["kernel", "triton", "architecture", "library"],
+)
+def test_what_another_rank_would_come_upon_too_is_refused(
+    start_group: StartGroup, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOAD_ERROR", message)
+    monkeypatch.setenv("SCRIPTED_LOAD_ERROR_OF", kind)
+    with pytest.raises(GroupUnfit, match=f"^{kind.partition(':')[2]}: {message}$"):
+        start_group(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_unreadable"),
+    [
+        ("rushes_kernels.nvrtc:DriverError", False),
+        ("builtins:RuntimeError", False),
+        ("rushes_core.errors:CheckpointUnreadable", True),
+    ],
+)
+def test_what_another_rank_may_not_come_upon_loses_the_group_and_is_told(
+    start_group: StartGroup, monkeypatch: pytest.MonkeyPatch, kind: str, is_unreadable: bool
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOAD_ERROR", "a call failed")
+    monkeypatch.setenv("SCRIPTED_LOAD_ERROR_OF", kind)
+    with pytest.raises(GroupNotLoaded, match="a call failed") as lost:
+        start_group()
+    assert lost.value.is_unreadable is is_unreadable
 
 
 def test_group_does_not_load_another_checkpoint_than_the_worker_started_with(

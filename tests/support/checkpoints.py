@@ -24,6 +24,18 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
 
 
+def make_unreadable(path: Path) -> None:
+    """Have the system answer EIO to whoever reads the file `path`, from where it is moved away."""
+    path.rename(path.with_name(f"{path.name}.kept"))
+    # its first page is nobody's
+    path.symlink_to("/proc/self/mem")
+
+
+def make_readable(path: Path) -> None:
+    """Undo `make_unreadable`."""
+    path.with_name(f"{path.name}.kept").rename(path)
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file; None removes a key."""
     value = json.loads(path.read_text(encoding="utf-8"))

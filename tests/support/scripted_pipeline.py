@@ -19,8 +19,9 @@ Directives stand in brackets anywhere in the prompt; each may end in `on attempt
     [odd phase]                a phase is entered that there is not
     [odd words]                a generation error with characters that Postgres takes none of
 
-`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail. Where
-`SCRIPTED_LOAD_LIMIT` names a file, loading goes no further than the percentage that is in it, and where
+`SCRIPTED_LOAD_SECONDS` and `SCRIPTED_LOAD_ERROR` in the environment slow loading down and make it fail, with an error
+of the class `SCRIPTED_LOAD_ERROR_OF`, and only while there is a file `SCRIPTED_LOAD_ERROR_WHILE`, if those are set.
+Where `SCRIPTED_LOAD_LIMIT` names a file, loading goes no further than the percentage that is in it, and where
 `SCRIPTED_CAPTURE_HOLD` does, what comes after loading goes on as long as that is there.
 """
 
@@ -29,6 +30,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +59,7 @@ class ScriptedPipeline:
             hold = os.environ.get("SCRIPTED_CAPTURE_HOLD")
             while hold is not None and Path(hold).exists():
                 time.sleep(0.05)
-        if error := os.environ.get("SCRIPTED_LOAD_ERROR"):
-            raise CheckpointError(f"{checkpoint}: {error}")
+        _fail(checkpoint)
 
     def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
         script = _Script(request, self._rank)
@@ -119,6 +120,18 @@ class _Tail:
             raise NotFinite("decoded frames are not finite", stage="decoding")
         if self._unit is not None and self._values is not None:
             self._reporter.frames(self._unit, self._values)
+
+
+def _fail(checkpoint: Path) -> None:
+    """Raise what the environment asks for."""
+    message, module_and_name = os.environ.get("SCRIPTED_LOAD_ERROR"), os.environ.get("SCRIPTED_LOAD_ERROR_OF")
+    condition = os.environ.get("SCRIPTED_LOAD_ERROR_WHILE")
+    if message is None or (condition is not None and not Path(condition).exists()):
+        return
+    if module_and_name is None:
+        raise CheckpointError(f"{checkpoint}: {message}")
+    module, name = module_and_name.split(":")
+    raise getattr(import_module(module), name)(message)
 
 
 def _load(watch: LoadWatch, seconds: float) -> None:

@@ -54,6 +54,12 @@ def test_row_tells_what_a_replica_is_and_does() -> None:
         ({"status": "lost", "silent_seconds": 359}, 10, "5 min ago"),
         ({"status": "lost", "silent_seconds": 3_780}, 10, "1 h 3 min ago"),
         ({"loading": LOADING}, 5, "loading transformer, 43 %, 21.5 GB/s, 3 s left"),
+        ({"stage": None, "trouble": "/weights: Input/output error\nand more"}, 5, "/weights: Input/output error"),
+        (
+            {"loading": LOADING, "trouble": "/weights: Input/output error"},
+            5,
+            "loading transformer, 43 %, 21.5 GB/s, 3 s left",
+        ),
         ({"loading": LOADING | {"gb_per_second": None, "seconds_left": None}}, 5, "loading transformer, 43 %"),
     ],
 )

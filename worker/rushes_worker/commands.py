@@ -100,9 +100,21 @@ class MemoryUsed:
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """The pipeline can never be loaded as asked: a checkpoint that must not be served, a device that is missing."""
+    """The pipeline can never be loaded as asked: a checkpoint that must not be served, a device that is missing, a
+    kernel that does not compile."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """The rank ends before it is ready, and another one may become so."""
+
+    message: str
+    at: float
+    """Unix seconds: of several ranks, the others may have failed for want of the first."""
+    is_unreadable: bool = False
+    """The checkpoint's file system failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +192,4 @@ class Failed:
 
 
 Outcome = Done | Stopped | Refused | Failed
-Report = Loading | Ready | Unfit | MemoryUsed | Advanced | UnitReady | AudioReady | Idled | Outcome
+Report = Loading | Ready | Unfit | NotLoaded | MemoryUsed | Advanced | UnitReady | AudioReady | Idled | Outcome

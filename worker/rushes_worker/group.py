@@ -17,7 +17,19 @@ from rushes_core.contract import InferenceContract
 from rushes_core.errors import RushesError, WorkerLost
 from rushes_core.log import get_logger
 
-from rushes_worker.commands import Boot, Command, Failed, Loading, MemoryUsed, Ready, Render, Report, Stop, Unfit
+from rushes_worker.commands import (
+    Boot,
+    Command,
+    Failed,
+    Loading,
+    MemoryUsed,
+    NotLoaded,
+    Ready,
+    Render,
+    Report,
+    Stop,
+    Unfit,
+)
 from rushes_worker.layout import NODES
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.network import interface_of
@@ -41,6 +53,17 @@ class GroupLost(WorkerLost):
     def __init__(self, message: str, *, rank: int | None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class GroupNotLoaded(GroupLost):
+    """A rank could not be loaded, and another one may be.
+
+    `is_unreadable`: for the checkpoint's file system.
+    """
+
+    def __init__(self, message: str, *, rank: int, is_unreadable: bool) -> None:
+        super().__init__(message, rank=rank)
+        self.is_unreadable = is_unreadable
 
 
 class GroupUnfit(RushesError):
@@ -84,6 +107,8 @@ class RankGroup:
     def __init__(self, plan: GroupPlan, *, epoch: int, directory: Path, link: NodeLink | None = None) -> None:
         self.epoch = epoch
         self.ended = False
+        self.lost_because: str | None = None
+        """What `GroupLost` said, whoever took it."""
         self._plan = plan
         self._serial = 0
         self._patience: float | None = None
@@ -163,12 +188,13 @@ class RankGroup:
 
         Raises:
             GroupLost: a rank ended, the other node was lost, or all were silent for too long. The group has ended.
+            GroupNotLoaded: a rank ended before it was ready, and said why.
             GroupUnfit: the ranks can never be loaded as asked. The group has ended.
         """
         reports = self._receive(timeout, others)
         if self._remote is not None and self._remote.is_lost:
             self.end("node_lost")
-            raise GroupLost("The other node of the worker was lost.", rank=None)
+            raise self._loss(GroupLost("The other node of the worker was lost.", rank=None))
         # a rank that reported its failure leaves because of it; the render's owner decides what that means
         exits = {} if reports else {rank: how for part in self._parts for rank, how in part.exits().items()}
         if not exits.keys() <= self._failed:
@@ -176,6 +202,7 @@ class RankGroup:
             reports = self._receive(0.0, ())
         for rank, report in reports:
             self._note(rank, report)
+        self._check_loads(reports)
         if reports:
             self._heard_at = time.monotonic()
             return reports
@@ -258,19 +285,34 @@ class RankGroup:
             self._devices[rank] = replace(self._devices[rank], memory_used_bytes=report.used_bytes)
         elif isinstance(report, Failed) and not report.intact:
             self._failed.add(rank)
-        elif isinstance(report, Unfit):
-            self.end("unfit")
-            raise GroupUnfit(report.message)
+
+    def _check_loads(self, reports: Sequence[tuple[int, Report]]) -> None:
+        """End when a rank could not be loaded; of several reasons, what is final counts, then what came first."""
+        for _, report in reports:
+            if isinstance(report, Unfit):
+                self.end("unfit")
+                raise GroupUnfit(report.message)
+        faults = [(rank, report) for rank, report in reports if isinstance(report, NotLoaded)]
+        if faults:
+            rank, fault = min(faults, key=lambda one: one[1].at)
+            self.end("not_loaded", rank=rank)
+            log.warning("rank_not_loaded", epoch=self.epoch, rank=rank, reason=fault.message)
+            raise self._loss(GroupNotLoaded(fault.message, rank=rank, is_unreadable=fault.is_unreadable))
+
+    def _loss(self, lost: GroupLost) -> GroupLost:
+        self.lost_because = str(lost)
+        return lost
 
     def _lose(self, rank: int, how: str | None) -> None:
         self.end("rank_died", rank=rank)
         ended = how or "could not be ended"
         log.warning("rank_died", epoch=self.epoch, rank=rank, ended=ended)
-        raise GroupLost(f"Rank {rank} of the worker {ended}.", rank=rank)
+        raise self._loss(GroupLost(f"Rank {rank} of the worker {ended}.", rank=rank))
 
     def _time_out(self, seconds: float) -> None:
         for part in self._parts:
             part.dump_stacks()
         time.sleep(_DUMP_SECONDS)
         self.end("deadline", waiting_for=self._waiting_for, seconds=seconds)
-        raise GroupLost(f"The ranks of the worker were silent for {seconds:g} s of {self._waiting_for}.", rank=None)
+        said = f"The ranks of the worker were silent for {seconds:g} s of {self._waiting_for}."
+        raise self._loss(GroupLost(said, rank=None))

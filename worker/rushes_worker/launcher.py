@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rushes_core.contract import load_contract
+from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import (
     CheckpointError,
+    CheckpointUnreadable,
     ObjectMissing,
     SchemaMismatch,
     StorageError,
@@ -86,13 +87,15 @@ class Refusals:
 class Launcher:
     """Keeps the supervisors of one worker running until it is asked to stop or one of them is unfit."""
 
-    def __init__(self, settings: Settings, layout: Layout, devices: Devices, *, nodes: int = 1) -> None:
+    def __init__(
+        self, settings: Settings, layout: Layout, devices: Devices, contract: InferenceContract, *, nodes: int = 1
+    ) -> None:
         self._settings = settings
         self._environment = settings_environment(settings)
         self._stop = threading.Event()
         self._refusals = Refusals()
         self._replicas = [
-            _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout), nodes))
+            _Replica(Assignment(layout, replica, devices.kind, devices.of_replica(replica, layout), contract, nodes))
             for replica in range(layout.replicas)
         ]
 
@@ -147,7 +150,7 @@ class Launcher:
         try:
             replica.process = spawn(
                 "rushes_worker.supervisor",
-                [str(theirs), *replica.assignment.arguments()],
+                [str(theirs), *replace(replica.assignment, again=replica.has_run).arguments()],
                 env=self._environment,
                 pass_fds=(theirs,),
             )
@@ -288,7 +291,7 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         wanted = Layout.parse(layout)
         check_pipeline(settings.pipeline)
         options = check_options(settings)
-        load_contract(settings.checkpoint)
+        contract = load_contract(settings.checkpoint)
         devices = find_devices(wanted, device, nodes=nodes)
         if weights and devices.kind != "cuda":
             raise ValueError(f"--weights {weights} draws weights of the released sizes on a GPU, found none")
@@ -300,10 +303,10 @@ def run(settings: Settings, *, layout: str, device: str = "auto", nodes: int = 1
         encoder = EncoderSettings.of(settings, replicas=wanted.replicas)
         try_encoder(encoder, settings.scratch, device=next(iter(devices.visible), ""))
         _check_buckets(settings)
-    except (ValueError, CheckpointError, SchemaMismatch, StorageError) as error:
+    except (ValueError, CheckpointError, CheckpointUnreadable, SchemaMismatch, StorageError) as error:
         print(f"rushes worker: {with_variable(error)}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ValueError) else 1
-    launcher = Launcher(settings, wanted, devices, nodes=nodes)
+    launcher = Launcher(settings, wanted, devices, contract, nodes=nodes)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         launcher.request_stop()

@@ -22,6 +22,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from rushes_worker.connections import UNREACHABLE, Connections
 from rushes_worker.lease import Lease
+from rushes_worker.storable import storable
 
 log = get_logger(__name__)
 
@@ -301,8 +302,4 @@ def _once(transition: ReturningUpdate[Job]) -> Prepared:
 
 def _storable(error: dict[str, Any]) -> dict[str, Any]:
     """`error` whose texts, which a pipeline may have made of anything, have no character that Postgres refuses."""
-    return {name: _escaped(value) if isinstance(value, str) else value for name, value in error.items()}
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
+    return {name: storable(value) if isinstance(value, str) else value for name, value in error.items()}

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from rushes_core.contract import InferenceContract, load_contract
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.settings import Settings
 
@@ -137,7 +137,7 @@ class Node:
                 connection.send(Joined(socket.gethostname()))
             finally:
                 connection.close()
-        except (NotTrusted, OSError) as error:
+        except (NotTrusted, CheckpointUnreadable, OSError) as error:
             self._note(str(error))
             connected.close()
             return None
@@ -354,7 +354,7 @@ def run(settings: Settings, *, join: str, device: str = "auto", layout: str | No
     scratch = Scratch(settings.scratch)
     try:
         return _serve(Node(settings, address, device, layout=wanted, scratch=scratch))
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, CheckpointUnreadable) as error:
         return _refuse(error, 1)
     finally:
         scratch.remove()

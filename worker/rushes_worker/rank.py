@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -23,7 +24,7 @@ from urllib.request import url2pathname
 
 import structlog
 from rushes_core.contract import load_contract
-from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError, with_variable
+from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, OutOfMemory, RushesError
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.starting import importing
 
@@ -39,10 +40,10 @@ from rushes_worker.commands import (
     Refused,
     Render,
     Stopped,
-    Unfit,
 )
 from rushes_worker.devices import runs_on
 from rushes_worker.idle import IdleClock
+from rushes_worker.load_fault import report_of
 from rushes_worker.loading import LoadWatcher
 from rushes_worker.pipeline.base import Cancelled, Pipeline, Remainder
 from rushes_worker.rank_line import RankLine
@@ -232,6 +233,7 @@ def _check_contract(boot: Boot) -> None:
     """
     Raises:
         CheckpointError: jobs are claimed, counted and labelled by another checkpoint than would be loaded now.
+        CheckpointUnreadable: its file system failed.
     """
     if boot.contract is not None and load_contract(boot.checkpoint) != boot.contract:
         raise CheckpointError(
@@ -361,11 +363,11 @@ def _run(arguments: list[str]) -> int:
         structlog.contextvars.bind_contextvars(rank=boot.rank, epoch=boot.epoch)
         try:
             rank = Rank(boot, RankLine(connection))
-        except (RushesError, ValueError) as error:
-            # what is raised on purpose says where in its message, which the launcher tells once for all ranks
+        except Exception as error:
             if not isinstance(error, RushesError):
-                log.exception("rank_unfit")
-            connection.send(Unfit(with_variable(error)))
+                log.exception("load_failed")
+            with suppress(OSError):
+                connection.send(report_of(error))
             return 1
         try:
             rank.serve()

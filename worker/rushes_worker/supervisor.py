@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Any
 
 import structlog
-from rushes_core.contract import InferenceContract, load_contract
-from rushes_core.errors import CheckpointError, with_variable
+from rushes_core.contract import InferenceContract
 from rushes_core.log import configure_logging, get_logger
 from rushes_core.served_model import model_name
 from rushes_core.settings import Settings, get_settings
@@ -34,7 +33,7 @@ from rushes_worker.claimer import Claimer
 from rushes_worker.commands import Loading, Ready
 from rushes_worker.crashes import Crashes
 from rushes_worker.deadlines import Deadlines
-from rushes_worker.group import GroupLost, GroupPlan, GroupUnfit, RankGroup
+from rushes_worker.group import GroupLost, GroupNotLoaded, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.heartbeat import Heartbeat
 from rushes_worker.hints import HintListener
 from rushes_worker.ledger import Claim, Ledger
@@ -50,6 +49,7 @@ from rushes_worker.scratch import Scratch
 from rushes_worker.spool import Spool
 from rushes_worker.stage_times import StageTimes
 from rushes_worker.stopping import Stopping, on_stop
+from rushes_worker.storable import storable
 from rushes_worker.wake import Wake
 
 log = get_logger("rushes_worker.supervisor")
@@ -57,13 +57,15 @@ log = get_logger("rushes_worker.supervisor")
 _MAX_BACKOFF_SECONDS = 30.0
 _SHOW_SECONDS = 2.0
 """How often the progress of a load is logged and shown."""
+_MAX_TROUBLE = 500
+"""Characters that are shown of why a rank group ended."""
 
 
 class Supervisor:
     """One replica, from start to stop."""
 
     def __init__(self, settings: Settings, assignment: Assignment) -> None:
-        contract = load_contract(settings.checkpoint)
+        contract = assignment.contract
         self._settings = settings
         # what stands before '#' is the same after every restart: a job remembers which replicas it crashed
         name = settings.worker_name or socket.gethostname()
@@ -88,6 +90,9 @@ class Supervisor:
         self._plan = _plan(settings, assignment, contract)
         self._epoch = 0
         self._failures = 0
+        self._was_ready = assignment.again
+        self._trouble: str | None = None
+        """Why the last rank group ended; None when there was none, or another one is ready."""
         served = contract
         if instead := revision_of(self._plan.options):
             served = replace(contract, checkpoint_content_sha256=None, base_model_revision=instead)
@@ -169,10 +174,15 @@ class Supervisor:
             self._heartbeat.describe(state="starting", epoch=self._epoch, job_id=None, detail=self._detail())
             self._await_ready(group)
             self._serve(group)
+        except GroupNotLoaded as error:
+            if error.is_unreadable and not self._was_ready:
+                # whoever starts the worker waits to be told, and nothing is lost by that
+                raise GroupUnfit(str(error)) from error
         except GroupLost:
             pass
         finally:
             group.end("node_leaving" if group.is_leaving else "stopping")
+        self._trouble = group.lost_because
         if not group.is_leaving:
             self._failures += 1
         elif link is not None:
@@ -208,6 +218,7 @@ class Supervisor:
                 log.info("replica_loading", epoch=group.epoch, **progress)
                 self._heartbeat.describe(detail=self._detail() | {"ranks": group.pids, "loading": progress})
         if group.is_ready:
+            self._was_ready, self._trouble = True, None
             group.relax()
             seconds = dict(group.devices[0].seconds)
             devices = [rank.device for rank in group.devices]
@@ -273,6 +284,7 @@ class Supervisor:
             "ranks": [] if group is None else group.pids,
             "devices": [] if group is None else [_device_of(rank) for rank in group.devices],
             "failures": self._failures,
+            "trouble": None if self._trouble is None else storable(self._trouble)[:_MAX_TROUBLE],
             "crashed_jobs": self._crashes.jobs,
         }
 
@@ -281,7 +293,7 @@ class Supervisor:
         if self._failures < 2:
             return
         seconds = min(_MAX_BACKOFF_SECONDS, 2.0 ** (self._failures - 2))
-        log.warning("group_postponed", failures=self._failures, seconds=seconds)
+        log.warning("group_postponed", failures=self._failures, seconds=seconds, reason=self._trouble)
         self._sleep(seconds)
 
     def _sleep(self, seconds: float) -> bool:
@@ -381,8 +393,8 @@ def main(arguments: list[str]) -> int:
         supervisor = Supervisor(settings, Assignment.parse(arguments[2:]))
     except NameTaken as error:
         return _refuse(refusal, str(error), status=EXIT_NAME_TAKEN)
-    except (CheckpointError, ValueError) as error:
-        return _refuse(refusal, with_variable(error))
+    except ValueError as error:
+        return _refuse(refusal, str(error))
     try:
         return supervisor.run()
     except GroupUnfit as error:
@@ -391,5 +403,6 @@ def main(arguments: list[str]) -> int:
 
 def _refuse(refusal: int, why: str, *, status: int = EXIT_UNFIT) -> int:
     """Have the launcher say why, once for all replicas."""
-    os.write(refusal, why.encode()[:MAX_REFUSAL_BYTES])
+    # names of files may be anything
+    os.write(refusal, why.encode(errors="backslashreplace")[:MAX_REFUSAL_BYTES])
     return status

@@ -97,6 +97,8 @@ class Worker(Listed):
     """Rank groups that took another's place."""
     failures_in_a_row: int
     """Rank groups that ended without a completed job between them."""
+    trouble: str | None
+    """Why the last one ended; null when another one is ready."""
     crashed_jobs: list[str]
     """Of the last half hour. With `RUSHES_DRAIN_AFTER_CRASHES` of them it drains itself."""
 
@@ -212,6 +214,7 @@ def _worker(
         rank_groups=replica.epoch,
         restarts=max(0, replica.epoch - 1),
         failures_in_a_row=int(detail.get("failures", 0)),
+        trouble=detail.get("trouble"),
         crashed_jobs=[str(job_id) for job_id in detail.get("crashed_jobs", [])],
     )
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rushes_core.contract import INDEX_FILES, PIPELINE_CLASS, InferenceContract, read_contract, refuse_directory
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_core.json_file import read_json_object
+from rushes_core.read_fault import read_fault
 from rushes_core.tokenizer import load_tokenizer
 
 from rushes_worker.checkpoint.configs import (
@@ -41,6 +42,8 @@ class Examination:
 
     path: Path
     problems: list[str] = field(default_factory=list)
+    unreadable: CheckpointUnreadable | None = None
+    """Why no more was looked at; among the problems, too."""
     contract: InferenceContract | None = None
     transformer_config: TransformerConfig | None = None
     text_encoder_config: TextEncoderConfig | None = None
@@ -88,8 +91,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: listing everything that is missing, surplus, damaged or not implemented.
+        CheckpointUnreadable: its file system failed.
     """
     found = examine(path)
+    if found.unreadable is not None:
+        raise found.unreadable
     if found.problems:
         raise CheckpointError(describe(path, found.problems))
     assert found.contract is not None
@@ -124,13 +130,24 @@ def examine(path: Path) -> Examination:
     found = Examination(path)
     try:
         _look_at_all(found)
-    except OSError as error:
-        # a link may lead to where nobody may look whether anything is there
-        found.problems.append(f"{error.filename or path}: {error.strerror or error}")
+    except CheckpointUnreadable as error:
+        found.unreadable = error
+        found.problems.append(str(error))
     return found
 
 
 def _look_at_all(found: Examination) -> None:
+    try:
+        _look_at_parts(found)
+    except OSError as error:
+        # a link may lead to where nobody may look whether anything is there
+        fault = read_fault(error.filename or found.path, error)
+        if isinstance(fault, CheckpointUnreadable):
+            raise fault from error
+        found.problems.append(str(fault))
+
+
+def _look_at_parts(found: Examination) -> None:
     path = found.path
     refusal = refuse_directory(path)
     if refusal is not None:

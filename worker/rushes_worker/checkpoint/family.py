@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rushes_core.contract import CONTRACT_FILE, INDEX_FILES, PIPELINE_CLASS, refuse_directory
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_core.json_file import read_json_object
 
 _LORA_FILES = ("adapter_config.json", "pytorch_lora_weights.safetensors")
@@ -12,7 +12,10 @@ _COMPONENTS = ("transformer", "transformer_ref", "text_encoder", "vae", "audio_v
 
 def recognise(path: Path) -> str:
     """A short description such as `FastH3 student, 8 steps` or `base MiniMax-H3`; `nothing` if none can be read."""
-    if refuse_directory(path) is not None:
+    try:
+        if refuse_directory(path) is not None:
+            return "nothing"
+    except CheckpointUnreadable:
         return "nothing"
     contract = _object(path / CONTRACT_FILE)
     if contract is None:
@@ -53,5 +56,5 @@ def _precision(path: Path, component: str) -> str:
 def _object(path: Path) -> dict[str, object] | None:
     try:
         return read_json_object(path)
-    except CheckpointError:
+    except (CheckpointError, CheckpointUnreadable):
         return None

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from rushes_core.contract import is_integer
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, CheckpointUnreadable
 from rushes_core.json_file import parse_json_object, read_json_object
+from rushes_core.read_fault import read_fault
 
 from rushes_worker.checkpoint.manifest import Manifest
 
@@ -80,6 +81,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: the header is not one, describes data outside the file, or leaves bytes of it undescribed.
+        CheckpointUnreadable: the file system failed.
     """
     try:
         with path.open("rb") as file:
@@ -95,7 +97,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{path}: cut short: header of {length} bytes in a file of {size}")
             header = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise read_fault(path, error) from error
     entries = parse_json_object(header, f"{path} (header)")
     entries.pop("__metadata__", None)
     tensors: dict[str, StoredTensor] = {}
@@ -144,12 +146,19 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], available: int) 
 
 
 def scan_shards(folder: Path) -> Shards:
-    """Read the headers and the index of `folder` and compare one with the other."""
+    """Read the headers and the index of `folder` and compare one with the other.
+
+    Raises:
+        CheckpointUnreadable: the file system failed.
+    """
     shards = Shards()
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        shards.problems.append(f"{folder}: {error.strerror or error}")
+        fault = read_fault(folder, error)
+        if isinstance(fault, CheckpointUnreadable):
+            raise fault from error
+        shards.problems.append(str(fault))
         return shards
     files = {path.name: path for path in entries if path.name.endswith(".safetensors")}
     shards.files = list(files.values())

@@ -13,7 +13,8 @@ from typing import Self
 
 import numpy as np
 import torch
-from rushes_core.errors import CheckpointError
+from rushes_core.errors import CheckpointError, RushesError
+from rushes_core.read_fault import read_fault
 from torch import Tensor
 
 from rushes_worker.checkpoint.shards import Stamp, StoredTensor
@@ -73,7 +74,7 @@ class Staging:
         """Read `rows` into `out`, of as many bytes. The current stream waits for it, the host need not.
 
         Raises:
-            CheckpointError: a file is shorter than its header said, or cannot be read.
+            CheckpointError, CheckpointUnreadable: as `_File` does.
         """
         step = max(1, self.buffer_bytes // rows.row_bytes)
         parts = [(first, min(first + step, rows.count)) for first in range(0, rows.count, step)]
@@ -126,7 +127,7 @@ class _Rows:
         """Rows `first` to `last` into `out`, uint8.
 
         Raises:
-            CheckpointError: as `_File` does.
+            CheckpointError, CheckpointUnreadable: as `_File` does.
         """
         offset = self._offset + first * self._stride
         if self.row_bytes == self._stride:
@@ -143,6 +144,7 @@ class _File:
 
     Raises:
         CheckpointError: it cannot be read, is shorter than its header says, or has changed since; from every method.
+        CheckpointUnreadable: its file system failed; from every method.
     """
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
@@ -152,10 +154,13 @@ class _File:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
-        if self._has_changed():
+            raise read_fault(path, error) from error
+        try:
+            if self._has_changed():
+                raise CheckpointError(f"{path}: changed after its header was read")
+        except RushesError:
             os.close(self._descriptor)
-            raise CheckpointError(f"{path}: changed after its header was read")
+            raise
 
     def read(self, out: memoryview, offset: int) -> None:
         """Fill `out` with the bytes from `offset` on."""
@@ -164,34 +169,38 @@ class _File:
             try:
                 num_bytes = os.preadv(self._descriptor, [out[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{self._path}: {error.strerror or error}") from error
+                raise read_fault(self._path, error) from error
             if num_bytes == 0:
                 raise self._cut_short(offset + done)
             done += num_bytes
 
     def read_pieces(self, out: np.ndarray, offset: int, *, stride: int) -> None:
         """Fill the rows of `out`, uint8, with the bytes from `offset` on, `stride` bytes from row to row."""
-        size = os.fstat(self._descriptor).st_size
-        if offset + (len(out) - 1) * stride + out.shape[1] > size:
-            # to touch what is not there would end the process
-            raise self._cut_short(size)
-        if self._mapped is None:
-            self._mapped = mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if offset + (len(out) - 1) * stride + out.shape[1] > size:
+                # to touch what is not there would end the process
+                raise self._cut_short(size)
+            if self._mapped is None:
+                self._mapped = mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise read_fault(self._path, error) from error
         out[:] = np.ndarray(out.shape, np.uint8, self._mapped, offset, (stride, 1))
 
     def close(self) -> None:
-        has_changed = self._has_changed()
         self._mapped = None
-        os.close(self._descriptor)
+        try:
+            has_changed = self._has_changed()
+        finally:
+            os.close(self._descriptor)
         if has_changed:
             raise CheckpointError(f"{self._path}: changed while it was read")
 
     def _has_changed(self) -> bool:
         try:
             return Stamp.of(self._descriptor) != self._stamp
-        except OSError:
-            # a file system of another machine that has it no more
-            return True
+        except OSError as error:
+            raise read_fault(self._path, error) from error
 
     def _cut_short(self, at: int) -> CheckpointError:
         return CheckpointError(f"{self._path}: cut short while it was read, at byte {at}")
@@ -210,6 +219,7 @@ class StreamedWeights:
         """
         Raises:
             CheckpointError: the file cannot be read as its header says.
+            CheckpointUnreadable: its file system failed.
             KeyError: there is no such tensor.
         """
         if name not in self._tensors:
@@ -242,6 +252,7 @@ class StreamedWeights:
         """
         Raises:
             CheckpointError: a file was written to while it was read.
+            CheckpointUnreadable: its file system failed.
         """
         while self._files:
             _, file = self._files.popitem()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from rushes_core.log import get_logger
 from rushes_kernels.norm import norm_rows_
-from rushes_kernels.nvrtc import KernelError
+from rushes_kernels.nvrtc import DriverError, KernelError
 from rushes_kernels.providers import Provider, choose_provider
 from rushes_kernels.video_sparse_attention import plan_video_sparse_attention, prepare_video_sparse_attention
 from torch import Tensor
@@ -63,6 +63,8 @@ class Transformer:
         provider = choose_provider(device, dtype=dtype, head_dim=head_dim, wanted=attention)
         try:
             prepare_video_sparse_attention(provider, device, dtype=dtype, head_dim=head_dim)
+        except DriverError:
+            raise
         except KernelError as error:
             raise ValueError(f"attention provider {provider} cannot be compiled: {error}") from error
         log.info("attention_provider_chosen", provider=provider, device=str(device), asked_for=attention)
