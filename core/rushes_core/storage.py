@@ -1,6 +1,6 @@
 """Clips and uploaded files in an S3-compatible store: written once under keys of their own, verified, read by range."""
 
-# boto3 is not typed
+# botocore is not typed
 # pyright: standard
 
 import base64
@@ -14,14 +14,13 @@ from copy import copy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import cache, cached_property
 from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -30,6 +29,8 @@ from botocore.exceptions import (
     NoCredentialsError,
     ResponseStreamingError,
 )
+from botocore.loaders import Loader
+from botocore.session import Session
 
 from rushes_core.errors import BucketMissing, ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
@@ -135,7 +136,7 @@ def bucket_of_result(request: Mapping[str, Any], result: Mapping[str, Any]) -> s
 
 
 class ObjectStore:
-    """One bucket. Clients of boto3 may be used from several threads."""
+    """One bucket. Clients of botocore may be used from several threads."""
 
     def __init__(self, settings: Settings) -> None:
         self.bucket = settings.s3_bucket
@@ -524,6 +525,7 @@ class _Clients:
             # a dotted bucket name or a bare address cannot be a virtual host
             style = "path" if endpoint_url else "virtual"
         session = Session()
+        session.register_component("data_loader", _loader())
         if not settings.s3_access_key_id:
             # the client would never look for them again, and what has them may only not be up yet
             if time.monotonic() < self._looks_again_at:
@@ -531,7 +533,7 @@ class _Clients:
             if session.get_credentials() is None:
                 self._looks_again_at = time.monotonic() + _LOOK_SECONDS
                 raise NoCredentialsError
-        client = session.client(
+        client = session.create_client(
             "s3",
             region_name=settings.s3_region,
             endpoint_url=endpoint_url or None,
@@ -559,14 +561,21 @@ class _Clients:
         return client
 
 
+@cache
+def _loader() -> Loader:
+    """What reads descriptions of services for botocore, and keeps them: to read those of S3 is most of the time that it
+    takes to make a client."""
+    return Session().get_component("data_loader")
+
+
 def _add_md5(params: dict[str, Any], **_: object) -> None:
-    # boto3 sends a newer checksum, and many a store refuses to delete without this one
+    # botocore sends a newer checksum, and many a store refuses to delete without this one
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _refuse_redirect(response: Any, **_: object) -> None:
-    # boto3 takes it for a bucket of another region, and asks which until it may call no deeper
+    # botocore takes it for a bucket of another region, and asks which until it may call no deeper
     if response is None:
         return
     answer, _ = response
