@@ -4,6 +4,8 @@ import json
 import threading
 import time
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_core.webhooks.signing import PublicKeys, SigningSecret, Vault
 from rushes_worker.webhooks import sender as sender_module
-from sqlalchemy import text
+from sqlalchemy import Connection, select, text, true
 from standardwebhooks import Webhook
 from support.proxy import relayed
 from support.receiver import Received, Receiver, hang, reply
@@ -35,6 +37,27 @@ AWKWARD = {"title": 'día "ひまわり" 🌻\\ \n\t<script>\u2028', "字": "第
 @pytest.fixture(scope="module")
 def settings(stack: SharedStack) -> Settings:
     return stack.settings(**LOCAL, webhook_ed25519_key=ED25519_KEY, webhook_timeout_seconds=30)
+
+
+@contextmanager
+def slow_outcomes(hooks: Hooks, *, seconds: float) -> Iterator[None]:
+    """Have the database take so long for each delivery that is written down as delivered."""
+    with hooks.engine.begin() as connection:
+        connection.execute(
+            text(f"""
+CREATE FUNCTION take_long() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep({seconds}); RETURN NEW; END$$;
+CREATE TRIGGER take_long BEFORE UPDATE ON webhook_deliveries FOR EACH ROW WHEN (NEW.state = 'delivered')
+EXECUTE FUNCTION take_long()
+""")
+        )
+    yield
+    with hooks.engine.begin() as connection:
+        connection.execute(text("DROP FUNCTION take_long CASCADE"))
+
+
+def still(connection: Connection) -> bool:
+    """Keep the transaction from being ended as one that was forgotten."""
+    return connection.execute(select(true())).scalar_one()
 
 
 class TestBody:
@@ -372,6 +395,39 @@ class TestSeveral:
             second = hooks.completed()
             hooks.wait_for("delivered", job_id=second.id)
         assert len(receiver.received) == 2
+
+    def test_a_slow_database_takes_what_it_can_and_nothing_is_sent_twice(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sender_module, "TURN_SECONDS", 2.0)
+        monkeypatch.setattr(sender_module, "LEASE_MARGIN_SECONDS", 60.0)
+        hooks.register(receiver.url())
+        for _ in range(30):
+            hooks.completed()
+        with slow_outcomes(hooks, seconds=0.2), SenderThread(settings.model_copy(update={"webhook_concurrency": 64})):
+            wait_until(lambda: len(hooks.deliveries(state="delivered")) == 30)
+        assert len(receiver.received) == 30
+        assert {one.attempts for one in hooks.deliveries()} == {1}
+
+    def test_what_was_delivered_is_written_down_while_nothing_can_be_claimed(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        hooks.register(receiver.url())
+        locked, claims_wait = threading.Event(), threading.Event()
+
+        def lock(connection: Any, received: Received) -> None:
+            locked.set()
+            assert claims_wait.wait(60)
+            reply(200)(connection, received)
+
+        receiver.script("/hook", lock)
+        hooks.completed()
+        with SenderThread(settings), hooks.engine.begin() as connection:
+            assert locked.wait(60)
+            connection.execute(deliveries.lock_claims())
+            claims_wait.set()
+            wait_until(lambda: still(connection) and hooks.delivery().state == "delivered")
+        assert len(receiver.received) == 1
 
     def test_endpoints_that_fail_leave_room_for_those_that_do_not(self, hooks: Hooks, receiver: Receiver) -> None:
         for number in range(4):

@@ -1,7 +1,7 @@
 """Delivers webhooks: claims what is due, makes the requests, writes down how they went. Any number may run.
 
-One turn is one short transaction that settles what has finished and claims what there is room for. No transaction is
-open while a request is under way.
+One turn is short transactions that settle what has finished, and then one that claims what there is room for: nothing
+that fails or takes long has what was settled done again. None is open while a request is under way.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ MAX_FAILING_UNDER_WAY = 256
 MAX_PROJECT_UNDER_WAY = 128
 """Of these, of one project, and half as many to its endpoints that fail: others have room while all of it hangs."""
 MAX_SETTLED = 500
-"""Outcomes that are written in one transaction."""
+"""Outcomes that are written in one transaction; fewer after one that failed, which may have been too many."""
 LEASE_MARGIN_SECONDS = 30.0
 """How much longer than a request a delivery is held: for the database to take the outcome."""
 FRESH_SECONDS = 1.0
@@ -99,6 +99,7 @@ class Sender:
         self._max_per_project = max_per_project
         self._under_way: dict[asyncio.Task[None], list[Claimed]] = {}
         self._done: list[Outcome] = []
+        self._max_settled = MAX_SETTLED
         self._told_ends: set[str] = set()
         self._told_unreadable: set[str] = set()
         """Endpoints whose secret of before cannot be read, as the log has said."""
@@ -127,10 +128,11 @@ class Sender:
             failing = False
             while not self._stopping:
                 self._wake.clear()
-                # leases run from the beginning of the transaction, however long it waits
-                began = time.monotonic()
                 try:
-                    claimed = await within(self._turn(), TURN_SECONDS)
+                    await self._settle_done()
+                    # leases run from the beginning of the transaction, however long it waits
+                    began = time.monotonic()
+                    claimed = await within(self._claim(), TURN_SECONDS)
                 except (DBAPIError, PoolTimeout, OSError) as error:
                     if not failing:
                         log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
@@ -155,33 +157,45 @@ class Sender:
             await self._finish()
         await self._engine.dispose()
 
-    async def _turn(self) -> list[Claimed]:
-        """Settle and claim in one transaction."""
-        outcomes, unsent = self._done[:MAX_SETTLED], list(self._unsent)
-        under_way = [one for group in self._under_way.values() for one in group]
-        room = self._max_under_way - len(under_way)
-        claimed: list[Claimed] = []
+    async def _settle_done(self) -> None:
+        """Write down how requests went that have ended, and give back what was not sent, some at a time: what was
+        committed stays so, and is not made again."""
+        while self._done or self._unsent:
+            outcomes, unsent = self._done[: self._max_settled], list(self._unsent)
+            try:
+                await within(self._write(outcomes, unsent), TURN_SECONDS)
+            except (DBAPIError, PoolTimeout, OSError):
+                self._max_settled = max(1, len(outcomes) // 4)
+                raise
+            self._max_settled = min(MAX_SETTLED, 2 * self._max_settled)
+            del self._done[: len(outcomes)]
+            self._unsent = [one for one in self._unsent if one not in unsent]
+            self._told_ends.difference_update(outcome.id for outcome in outcomes)
+
+    async def _write(self, outcomes: list[Outcome], unsent: list[tuple[str, int]]) -> None:
         async with self._engine.begin() as connection:
             # given back first: an endpoint that is disabled by one of the outcomes is told none of them
             if unsent:
                 await connection.execute(deliveries.release(unsent))
             if outcomes:
                 await self._settle(connection, outcomes)
-            if room > 0 and not self._stopping:
-                await connection.execute(deliveries.lock_claims())
-                statement = deliveries.claim(
-                    limit=room,
-                    limit_failing=max(0, MAX_FAILING_UNDER_WAY - sum(one.is_failing for one in under_way)),
-                    concurrency=self._concurrency,
-                    lease_seconds=self._lease_seconds,
-                    per_project=self._max_per_project,
-                    held=under_way,
-                )
-                claimed = [Claimed(**row) for row in (await connection.execute(statement)).mappings()]
-        del self._done[: len(outcomes)]
-        self._unsent = [one for one in self._unsent if one not in unsent]
-        self._told_ends.difference_update(outcome.id for outcome in outcomes)
-        return claimed
+
+    async def _claim(self) -> list[Claimed]:
+        under_way = [one for group in self._under_way.values() for one in group]
+        room = self._max_under_way - len(under_way)
+        if room <= 0 or self._stopping:
+            return []
+        statement = deliveries.claim(
+            limit=room,
+            limit_failing=max(0, MAX_FAILING_UNDER_WAY - sum(one.is_failing for one in under_way)),
+            concurrency=self._concurrency,
+            lease_seconds=self._lease_seconds,
+            per_project=self._max_per_project,
+            held=under_way,
+        )
+        async with self._engine.begin() as connection:
+            await connection.execute(deliveries.lock_claims())
+            return [Claimed(**row) for row in (await connection.execute(statement)).mappings()]
 
     async def _settle(self, connection: AsyncConnection, outcomes: list[Outcome]) -> None:
         changed = (await connection.execute(deliveries.settle(outcomes))).all()
@@ -303,11 +317,16 @@ class Sender:
         for task in cut_off:
             task.cancel()
         await asyncio.gather(*cut_off, return_exceptions=True)
-        try:
-            while self._done or self._unsent:
-                await within(self._turn(), TURN_SECONDS)
-        except (DBAPIError, PoolTimeout, OSError) as error:
-            log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
+        fewest = self._max_settled
+        while self._done or self._unsent:
+            try:
+                await self._settle_done()
+            except (DBAPIError, PoolTimeout, OSError) as error:
+                # once more with fewer, if it may have been too many
+                if self._max_settled >= fewest:
+                    log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
+                    return
+                fewest = self._max_settled
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
