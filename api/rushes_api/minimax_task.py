@@ -23,6 +23,8 @@ STATES: dict[str, tuple[JobState, ...]] = {
     "cancelled": (JobState.CANCELLED,),
 }
 """The states that are shown as each `Status`."""
+LISTED_STATES: dict[str, tuple[JobState, ...]] = {**STATES, "expired": (JobState.EXPIRED,)}
+"""The states that each `filter.status` finds: MiniMax has one more than tasks show here."""
 _STATUS: dict[JobState, Status] = {
     state: cast("Status", status) for status, states in STATES.items() for state in states
 }

@@ -19,10 +19,12 @@ from rushes_api import once
 from rushes_api.app import create_app
 from rushes_api.content import signed_url
 from rushes_api.content_link import PARAMETERS
+from rushes_api.lookup import Lookup
 from rushes_core import jobs
 from rushes_core.ids import new_video_id
 from rushes_core.models import Job
 from rushes_core.settings import ContentDelivery, Settings
+from rushes_core.states import JobState
 from sqlalchemy import cast, func, make_url, update
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import OperationalError
@@ -382,6 +384,17 @@ class TestRefusals:
         assert found["message"].endswith(" (1002)")
 
 
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "once"}])
+def test_nobody_counts_what_is_ahead_of_a_new_task(
+    client: TestClient, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def count(*arguments: object, **values: object) -> None:
+        raise AssertionError("counted")
+
+    monkeypatch.setattr(Lookup, "num_before_end", count)
+    assert client.post(CREATE, json=REQUEST, headers=headers).status_code == 200
+
+
 class TestList:
     @pytest.fixture
     def own(self, client: TestClient) -> Iterator[TestClient]:
@@ -431,6 +444,12 @@ class TestList:
             "cancelled": cancelled,
         }.items():
             assert self.ids(own, **{"filter.status": status}) == ([expected], 1)
+        assert self.ids(own, **{"filter.status": "expired"}) == ([], 0)
+        with driver.engine.begin() as connection:
+            late = {"state": JobState.EXPIRED, "finished_at": func.now()}
+            connection.execute(update(Job).where(Job.id == waiting).values(**late))
+        assert self.ids(own, **{"filter.status": "expired"}) == ([waiting], 1)
+        assert self.ids(own, **{"filter.status": "failed"}) == ([failed, waiting], 2)
         other = create(own, model="MiniMax-H3-Max")
         assert self.ids(own, **{"filter.model": "MiniMax-H3-Max"}) == ([other], 1)
         assert self.ids(own, **{"filter.model": "MiniMax-H3"})[1] == 5
@@ -475,7 +494,7 @@ class TestList:
             ("page_num", "10001", "got '10001'"),
             ("page_size", "101", "page_size must be between 1 and 100, got '101'"),
             ("page_size", "\u0661", "page_size must be between 1 and 100"),
-            ("filter.status", "in_progress", "must be one of queued, running, succeeded, failed, cancelled, got"),
+            ("filter.status", "in_progress", "must be one of queued, running, succeeded, failed, cancelled, expired, got"),
             ("filter.task_type", "video", "filter.task_type must be one of generation, h3_context_ir, regeneration"),
             ("filter.model", "\x00", "filter.model must be the name of a model"),
             ("filter.task_ids", "424010985738629", "filter.task_ids must be ids of tasks, got '4240"),

@@ -35,9 +35,9 @@ from rushes_api.minimax_request import TASK_BODY, SentTask
 from rushes_api.minimax_task import (
     DEFAULT_PAGE_SIZE,
     GENERATION,
+    LISTED_STATES,
     MAX_PAGE_NUMBER,
     MAX_PAGE_SIZE,
-    STATES,
     TASK_TYPES,
     TaskAnswer,
     TaskCreated,
@@ -70,7 +70,7 @@ async def create_task(
         return TaskCreated(task_id=job.id)
 
     call = Call(caller, "POST /v2/video_generation", key, sent.fingerprint)
-    return await accepted(request, call, sent, state=state, shown_as=shown_as)
+    return await accepted(request, call, sent, state=state, shown_as=shown_as, tells_place=False)
 
 
 @router.get("/query/video_generation/{video_id}", response_model=TaskAnswer)
@@ -160,7 +160,7 @@ async def get_linked_content(
 def _listed(parameters: Mapping[str, str], project: str) -> Select[Job]:
     states = None
     if "filter.status" in parameters:
-        states = STATES[one_of("filter.status", parameters["filter.status"], tuple(STATES))]
+        states = LISTED_STATES[one_of("filter.status", parameters["filter.status"], tuple(LISTED_STATES))]
     since = datetime.now(UTC) - timedelta(days=DAYS_LISTED)
     wanted = all_listed(project=project, filters=Filters(states=states, created_from=since))
     model = parameters.get("filter.model")

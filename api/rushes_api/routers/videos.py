@@ -91,27 +91,39 @@ def video_call(caller: Caller, key: str | None, sent: Submission[ResolvedRequest
 
 
 async def accepted(
-    request: Request, call: Call, sent: Submission[ResolvedRequest], *, state: State, shown_as: ShownAs
+    request: Request,
+    call: Call,
+    sent: Submission[ResolvedRequest],
+    *,
+    state: State,
+    shown_as: ShownAs,
+    tells_place: bool = True,
 ) -> Response:
-    """Accept a job and answer with it, or as the same request was answered before."""
+    """Accept a job and answer with it, or as the same request was answered before.
+
+    Args:
+        tells_place: the answer tells of the jobs ahead; otherwise nobody counts them.
+    """
     if call.key is None and is_plain(sent.checked(), caller=call.caller):
-        return await _taken_in(sent.checked(), call, request=request, state=state, shown_as=shown_as)
+        return await _taken_in(
+            sent.checked(), call, request=request, state=state, shown_as=shown_as, tells_place=tells_place
+        )
     admit = admission(sent.order, caller=call.caller, state=state)
 
     async def accept(session: AsyncSession) -> BaseModel:
         job = await admit(session)
-        return shown_as(job, await state["lookup"].num_ahead_of_newcomer(job))
+        return shown_as(job, await state["lookup"].num_ahead_of_newcomer(job) if tells_place else None)
 
     return await take_effect(call, accept, request=request, sessions=state["sessions"])
 
 
 async def _taken_in(
-    resolved: ResolvedRequest, call: Call, *, request: Request, state: State, shown_as: ShownAs
+    resolved: ResolvedRequest, call: Call, *, request: Request, state: State, shown_as: ShownAs, tells_place: bool
 ) -> Response:
     check_priority(resolved.priority, caller=call.caller)
     new = new_job(resolved, caller=call.caller, state=state)
     num_ahead = None
-    if resolved.not_before is None:
+    if tells_place and resolved.not_before is None:
         num_ahead = await state["lookup"].num_before_end(new["model"], new["project"], new["priority"])
 
     def shown(job: Job) -> str:
