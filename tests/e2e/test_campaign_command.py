@@ -8,17 +8,17 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from rushes_cli.stack.ports import free_port
 from rushes_core.settings import Settings
 from rushes_worker.child import settings_environment
 from support.api import API_KEY, AUTHORIZED
 from support.commands import RUSHES, clean_environment
+from support.ports import kept_port
 from support.service import CALM
 from support.stack import SharedStack
 from support.waiting import wait_until
@@ -36,11 +36,11 @@ shot-4;Far too long;400;480x480
 class Operator:
     """The service in processes of its own, and the command."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings, folder: Path, port: int) -> None:
         self._env = settings_environment(settings)
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self.port = free_port()
+        self.port = port
         self.url = f"http://127.0.0.1:{self.port}"
         # one for all: to make one reads every certificate of this machine
         self.http = httpx.Client(base_url=self.url, headers=AUTHORIZED, trust_env=False, timeout=60)
@@ -111,16 +111,16 @@ def operator(stack: SharedStack, checkpoint: Path, tmp_path_factory: pytest.Temp
     settings = stack.settings(
         checkpoint=checkpoint, api_key=API_KEY, scratch=folder / "scratch", pipeline=SCRIPTED, poll_seconds=0.5, **CALM
     )
-    operator = Operator(settings, folder)
-    try:
-        with Worker(settings, folder / "worker.log"):
-            operator.start_api()
-            operator.start("dispatcher")
-            operator.start("loader")
-            wait_until(operator.is_up)
-            yield operator
-    finally:
-        operator.close()
+    with (
+        kept_port() as port,
+        closing(Operator(settings, folder, port)) as operator,
+        Worker(settings, folder / "worker.log"),
+    ):
+        operator.start_api()
+        operator.start("dispatcher")
+        operator.start("loader")
+        wait_until(operator.is_up)
+        yield operator
 
 
 @pytest.fixture(scope="module")

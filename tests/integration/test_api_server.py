@@ -18,11 +18,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rushes_api.app import create_app
 from rushes_api.server import Protocol
-from rushes_cli.stack.ports import free_port
 from rushes_core.settings import Settings
 from support.api import API_KEY, offline_settings, served
 from support.checkpoints import tiny_checkpoint
 from support.commands import RUSHES, descendants
+from support.ports import kept_port
 from support.stack import settings_env
 from support.waiting import wait_until
 
@@ -261,18 +261,19 @@ class Pair:
 
 @pytest.fixture(scope="class")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    port, folder = free_port(), tmp_path_factory.mktemp("pair")
-    command = [*RUSHES, "api", "--port", str(port), "--workers", "2"]
+    folder = tmp_path_factory.mktemp("pair")
     env = os.environ | settings_env(offline_settings(checkpoint)) | {"TMPDIR": str(folder)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_until(lambda: is_up(port))
-            yield Pair(server.pid, port, folder)
-        finally:
-            server.terminate()
-    # and nothing is left of it
-    assert server.returncode == 0
-    assert not is_up(port)
+    with kept_port() as port:
+        command = [*RUSHES, "api", "--port", str(port), "--workers", "2"]
+        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+            try:
+                wait_until(lambda: is_up(port))
+                yield Pair(server.pid, port, folder)
+            finally:
+                server.terminate()
+        # and nothing is left of it
+        assert server.returncode == 0
+        assert not is_up(port)
     assert not list(folder.glob("rushes-figures-*"))
 
 

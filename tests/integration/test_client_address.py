@@ -14,6 +14,7 @@ from rushes_cli.campaigns.client import Client, Unreachable, WrongAddress
 from rushes_cli.main import main
 from support.api import API_KEY, offline_settings, served
 from support.checkpoints import tiny_checkpoint
+from support.ports import kept_port
 from support.receiver import make_certificate
 
 HOST = "127.0.0.1"
@@ -130,7 +131,8 @@ def test_an_address_where_nobody_listens_is_asked_again() -> None:
 
 def test_an_address_that_has_answered_is_asked_again_whatever_comes(checkpoint: Path, certificate: Path) -> None:
     with ExitStack() as running:
-        with serving(checkpoint) as port:
+        port = running.enter_context(kept_port(HOST))
+        with serving(checkpoint, port=port):
             client, waits = running.enter_context(asking(f"http://{HOST}:{port}", patience=5))
             client.get("/healthz")
         with (

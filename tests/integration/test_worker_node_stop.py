@@ -15,8 +15,9 @@ from support.worker import Jobs, JoiningNode, Worker, eventually
 
 
 @pytest.fixture
-def settings(stack: SharedStack, tmp_path: Path) -> Settings:
-    return settings_of_two_nodes(stack, tmp_path)
+def settings(stack: SharedStack, tmp_path: Path) -> Iterator[Settings]:
+    with settings_of_two_nodes(stack, tmp_path) as settings:
+        yield settings
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ REAL = "rushes_worker.pipeline.fasth3:FastH3Pipeline"
 
 
 @pytest.fixture
-def settings(stack: SharedStack, tmp_path: Path) -> Settings:
-    return settings_of_two_nodes(stack, tmp_path, drain_after_crashes=100)
+def settings(stack: SharedStack, tmp_path: Path) -> Iterator[Settings]:
+    with settings_of_two_nodes(stack, tmp_path, drain_after_crashes=100) as settings:
+        yield settings
 
 
 class Pair:
@@ -102,7 +103,8 @@ class Running:
 def shared_nodes(stack: SharedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("nodes")
     with ExitStack() as running:
-        yield Running(settings_of_two_nodes(stack, folder, drain_after_crashes=100), folder, running)
+        settings = running.enter_context(settings_of_two_nodes(stack, folder, drain_after_crashes=100))
+        yield Running(settings, folder, running)
 
 
 @pytest.fixture

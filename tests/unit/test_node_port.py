@@ -13,6 +13,7 @@ from rushes_core.contract import load_contract
 from rushes_worker.node_link import Joined, NodeLink, NotTrusted, Welcome, prove
 from rushes_worker.node_port import NodePort
 from structlog.testing import capture_logs
+from support.ports import kept_port
 from support.waiting import wait_until
 from support.worker import write_contract
 
@@ -22,9 +23,8 @@ SECRET = b"what two nodes know"
 
 class Port:
     def __init__(self, welcome: Welcome) -> None:
-        with socket.create_server((HOST, 0)) as one:
-            self.number: int = one.getsockname()[1]
-        self.port = NodePort(HOST, self.number, secret=SECRET, welcome=welcome, on_change=lambda: None)
+        with kept_port(HOST) as self.number:
+            self.port = NodePort(HOST, self.number, secret=SECRET, welcome=welcome, on_change=lambda: None)
         self.port.start()
 
     def prove(self) -> tuple[socket.socket, Connection]:
