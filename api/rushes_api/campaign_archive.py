@@ -17,7 +17,8 @@ from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import ObjectMissing
 from rushes_core.log import get_logger
 from rushes_core.models import Job
-from rushes_core.storage import ObjectStore, bucket_of_result
+from rushes_core.object_keys import bucket_of_result
+from rushes_core.storage import ObjectStore
 from rushes_core.stored import stored_variants
 from rushes_core.variants import VIDEO
 from starlette.types import Receive, Scope, Send

@@ -18,7 +18,8 @@ from rushes_core.errors import InvalidRequest
 from rushes_core.fields import shown
 from rushes_core.ids import new_campaign_id, new_file_id
 from rushes_core.models import File
-from rushes_core.storage import Upload, file_key
+from rushes_core.object_keys import file_key
+from rushes_core.store_upload import Upload
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import Submission

@@ -10,12 +10,14 @@ from typing import Any, cast
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+from rushes_core.content_disposition import content_disposition
 from rushes_core.errors import ObjectMissing
 from rushes_core.fields import shown
 from rushes_core.models import Job
+from rushes_core.object_keys import bucket_of_result
 from rushes_core.settings import ContentDelivery
 from rushes_core.states import JobState
-from rushes_core.storage import ObjectStore, bucket_of_result, content_disposition
+from rushes_core.storage import ObjectStore
 from rushes_core.stored import StoredVariant, filename, stored_variants
 from rushes_core.variants import PICTURES, VARIANTS, Variant
 from rushes_core.video import error_of, removed_at

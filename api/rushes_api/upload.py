@@ -20,7 +20,7 @@ from rushes_core.fields import Fields, printable, shown
 from rushes_core.files import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES
 from rushes_core.log import get_logger
 from rushes_core.parsing import parse_as
-from rushes_core.storage import Upload
+from rushes_core.store_upload import Upload
 from starlette.requests import ClientDisconnect
 
 from rushes_api.body import MULTIPART, parse_json

@@ -19,9 +19,10 @@ from rushes_core.database import create_sync_engine
 from rushes_core.errors import BucketMissing, StorageError
 from rushes_core.log import get_logger
 from rushes_core.models import File, Job
+from rushes_core.object_keys import FILES, RESULTS, Destination, bucket_of_result, file_key
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
-from rushes_core.storage import FILES, RESULTS, Destination, ObjectStore, StoredItem, bucket_of_result, file_key
+from rushes_core.storage import ObjectStore, StoredItem
 
 log = get_logger(__name__)
 

@@ -14,8 +14,10 @@ from rushes_core.campaigns.tables import Campaign
 from rushes_core.errors import StorageError
 from rushes_core.ids import new_file_id
 from rushes_core.models import File
+from rushes_core.object_keys import file_key
 from rushes_core.settings import Settings
-from rushes_core.storage import PART_BYTES, ObjectStore, file_key
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import PART_BYTES
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, make_url, text, update
 from starlette.testclient import TestClient

@@ -14,12 +14,13 @@ from rushes_api import app as app_module
 from rushes_api import auth, eta, lookup, pauses, pulse, readiness, watch
 from rushes_api.app import create_app
 from rushes_api.errors import Unavailable
-from rushes_core import keys, storage, time_limit
+from rushes_core import keys, store_clients, time_limit
 from rushes_core.database import create_api_engine
 from rushes_core.events import Glimpse
 from rushes_core.ids import new_video_id
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
+from rushes_core.storage import ObjectStore
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.testclient import TestClient
@@ -335,7 +336,7 @@ class TestStranded:
 
     def test_readiness_is_seen_again(self, api_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
         async def story(sessions: Sessions, proxy: FreezableProxy) -> None:
-            store = storage.ObjectStore(api_settings)
+            store = ObjectStore(api_settings)
             checked = readiness.Readiness(api_settings, model="tiny", sessions=sessions, store=store)
             while (await checked.check())["database"] != "ok":
                 pass
@@ -395,7 +396,7 @@ def test_a_frozen_store_does_not_hold_clients(
 def test_a_store_that_falls_silent_in_the_middle_of_a_clip_ends_the_stream(
     api_settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(store_clients, "_READ_TIMEOUT_SECONDS", 1)
     store = make_url(api_settings.s3_endpoint_url)
     assert store.host is not None
     assert store.port is not None

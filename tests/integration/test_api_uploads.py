@@ -10,8 +10,10 @@ import httpx
 import psutil
 import pytest
 from rushes_api import upload as upload_module
+from rushes_core.object_keys import file_key
 from rushes_core.settings import Settings
-from rushes_core.storage import PART_BYTES, ObjectStore, file_key
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import PART_BYTES
 from starlette.testclient import TestClient
 from support.api import API_KEY, AUTHORIZED, ApiProcess, ThreadedApi
 from support.checkpoints import tiny_checkpoint

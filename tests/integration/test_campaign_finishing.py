@@ -10,8 +10,9 @@ from rushes_core import jobs
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import File
+from rushes_core.object_keys import file_key
 from rushes_core.settings import Settings
-from rushes_core.storage import Upload, file_key
+from rushes_core.store_upload import Upload
 from rushes_worker.campaigns import manifest
 from rushes_worker.campaigns.ender import Ender
 from sqlalchemy import make_url

@@ -16,10 +16,11 @@ import pytest
 from botocore import auth
 from botocore.exceptions import BotoCoreError
 from pydantic import SecretStr
-from rushes_core import storage
+from rushes_core import store_clients, store_faults
 from rushes_core.errors import BucketMissing, ObjectMissing, StorageError, StorageRefused
 from rushes_core.settings import Settings
-from rushes_core.storage import PART_BYTES, Destination, ObjectStore, content_disposition, result_key
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import PART_BYTES
 from support.faults.proxy import Request, Rule, S3Fault, S3Proxy
 from support.media import file_sha256
 from support.proxy import FreezableProxy
@@ -205,7 +206,7 @@ def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
     # more than the sockets on the way hold
     big.write_bytes(bytes(32_000_000))
     _put(ObjectStore(settings_of(env)), "k", big)
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(store_clients, "_READ_TIMEOUT_SECONDS", 1)
     with FreezableProxy(internal.hostname, internal.port) as proxy:
         store = ObjectStore(settings_of(env, s3_endpoint_url=f"http://127.0.0.1:{proxy.port}"))
         pieces = store.read("k", 0, 31_999_999)
@@ -218,7 +219,7 @@ def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_given_up(
 def test_a_store_that_stalls_while_it_takes_an_object_is_not_sent_it_anew(
     proxied: ObjectStore, proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(store_clients, "_CONNECT_SECONDS", 0.2)
     big = tmp_path / "big"
     # more than the sockets on the way hold
     big.write_bytes(bytes(16_000_000))
@@ -329,7 +330,7 @@ def test_credentials_that_nobody_has_yet_are_looked_for_again(
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("rushes_core.storage._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("rushes_core.store_clients._LOOK_SECONDS", 0.0)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     later = tmp_path / "credentials"
@@ -429,7 +430,7 @@ def test_a_refusal_for_a_clock_that_is_off_is_none_of_the_credentials_and_says_s
     store.check()
     signed_at = auth.get_current_datetime
     monkeypatch.setattr(auth, "get_current_datetime", lambda: signed_at() + hour)
-    monkeypatch.setattr(storage, "datetime", Ahead)
+    monkeypatch.setattr(store_faults, "datetime", Ahead)
     said = r"this machine's clock is \+3[56]\d\d seconds from that of the store"
     with pytest.raises(StorageError, match=said) as refusal:
         store.check()
@@ -442,28 +443,3 @@ def test_a_refusal_by_a_store_with_the_same_clock_is_one(settings: Settings) -> 
     stranger = settings.model_copy(update={"s3_secret_access_key": SecretStr("wrong")})
     with pytest.raises(StorageRefused):
         ObjectStore(stranger).check()
-
-
-@pytest.mark.parametrize(
-    ("request_", "prefix"),
-    [
-        ({}, "results/p/j/"),
-        ({"output": None}, "results/p/j/"),
-        ({"output": {"key_prefix": "a/b"}}, "results/p/a/b/j/"),
-        ({"output": {"key_prefix": "/a//b/"}}, "results/p/a/b/j/"),
-    ],
-)
-def test_where_objects_lie_follows_from_the_request(request_: dict[str, Any], prefix: str) -> None:
-    assert Destination.of(request_).prefix("p", "j") == prefix
-
-
-@pytest.mark.parametrize("name", ['x"; evil="1', "a\r\nSet-Cookie: b", "雪.mp4", "", "😀", "../..", "\u202etxt.exe"])
-def test_content_disposition_is_one_safe_line(name: str) -> None:
-    value = content_disposition(name)
-    assert value.isascii()
-    assert not any(c in value for c in "\r\n")
-    assert value.count('"') == 2
-
-
-def test_two_attempts_never_share_a_key() -> None:
-    assert result_key("p", "j", 1, 7) != result_key("p", "j", 1, 8)

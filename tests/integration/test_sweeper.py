@@ -12,10 +12,11 @@ from rushes_core import jobs, leftovers, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.errors import StorageError
 from rushes_core.models import IdempotencyKey, Job, ProjectShare, Replica
+from rushes_core.object_keys import RESULTS, Destination, job_prefix, result_key
 from rushes_core.replicas import forgotten_after
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from rushes_core.storage import RESULTS, Destination, ObjectStore, job_prefix, result_key
+from rushes_core.storage import ObjectStore
 from rushes_core.sweeper import Sweeper
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session

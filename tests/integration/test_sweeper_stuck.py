@@ -9,8 +9,10 @@ from rushes_cli.main import main
 from rushes_core import jobs, leftovers
 from rushes_core.errors import StorageError
 from rushes_core.models import Job
+from rushes_core.object_keys import FILES, file_key, result_key
 from rushes_core.settings import Settings
-from rushes_core.storage import FILES, PART_BYTES, ObjectStore, file_key, result_key
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import PART_BYTES
 from rushes_core.sweeper import Sweeper
 from support.job_rows import JobRows
 from support.later import TwoDaysAhead

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from rushes_core.models import Job
+from rushes_core.object_keys import job_prefix
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
-from rushes_core.storage import ObjectStore, job_prefix
+from rushes_core.storage import ObjectStore
 from rushes_core.sweeper import Sweeper
 from support.processes import children, is_alive
 from support.stack import SharedStack, s3_client, settings_env, settings_of

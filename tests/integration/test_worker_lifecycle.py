@@ -13,10 +13,11 @@ import pytest
 from pydantic import SecretStr
 from redis import Redis
 from rushes_core.contract import CONTRACT_FILE
+from rushes_core.object_keys import RESULTS
 from rushes_core.queue import HintQueue
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from rushes_core.storage import RESULTS, ObjectStore
+from rushes_core.storage import ObjectStore
 from sqlalchemy import make_url
 from support.forwarder import Forwarder
 from support.media import box_order

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from rushes_core import storage
+from rushes_core import store_clients
 from rushes_core.errors import StorageError
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
@@ -35,7 +35,7 @@ def media() -> Iterator[MediaProcess]:
 def _times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 60.0)
     monkeypatch.setattr(publication, "_FIRST_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(store_clients, "_READ_TIMEOUT_SECONDS", 1)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_one_that_is_stored_too_late_is_removed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publication, "_BY_PRODUCT_SECONDS", 4.0)
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr(store_clients, "_READ_TIMEOUT_SECONDS", 60)
     # the store has the object, and the client hears nothing for longer than the job waits
     proxy.rule = lambda request: S3Fault.HANG_AFTER_BODY if is_put_of(request, "audio.m4a") else S3Fault.PASS
     one = publish()
@@ -195,7 +195,7 @@ def test_nothing_is_left_of_a_clip_that_nobody_wants_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # what the store takes after its client gave up is for the sweeper
-    monkeypatch.setattr(storage, "_READ_TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr(store_clients, "_READ_TIMEOUT_SECONDS", 60)
 
     def hold(request: Request) -> S3Fault:
         return S3Fault.SLOW if is_put_of(request, "video.mp4") else S3Fault.PASS

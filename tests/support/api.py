@@ -17,8 +17,9 @@ from rushes_api.app import create_app
 from rushes_core import claims, jobs, replicas
 from rushes_core.database import create_sync_engine
 from rushes_core.models import Job
+from rushes_core.object_keys import Destination, result_key
 from rushes_core.settings import Settings
-from rushes_core.storage import Destination, ObjectStore, result_key
+from rushes_core.storage import ObjectStore
 from rushes_core.variants import VARIANTS, VIDEO, Variant
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session

@@ -11,10 +11,11 @@ from rushes_core.campaigns.tables import Campaign, CampaignCount, CampaignLineEr
 from rushes_core.database import create_sync_engine
 from rushes_core.ids import new_campaign_id, new_file_id
 from rushes_core.models import File, Job
+from rushes_core.object_keys import file_key
 from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES, JobState
-from rushes_core.storage import ObjectStore, file_key
+from rushes_core.storage import ObjectStore
 from rushes_worker.campaigns.ender import Ender
 from rushes_worker.campaigns.loader import Loader
 from sqlalchemy import func, select, text, update

@@ -7,8 +7,10 @@ from urllib.parse import urlsplit
 import httpx
 from rushes_core.database import create_sync_engine
 from rushes_core.models import File
+from rushes_core.object_keys import FILES
 from rushes_core.settings import Settings
-from rushes_core.storage import FILES, PART_BYTES, ObjectStore
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import PART_BYTES
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient

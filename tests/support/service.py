@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import httpx
 from rushes_core.models import Job, Replica
+from rushes_core.object_keys import job_prefix
 from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
-from rushes_core.storage import job_prefix
 from rushes_worker.child import settings_environment
 from support.api import AUTHORIZED, ApiProcess, JobDriver
 from support.commands import RUSHES

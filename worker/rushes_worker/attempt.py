@@ -12,8 +12,9 @@ from rushes_core.clip import Clip
 from rushes_core.contract import InferenceContract
 from rushes_core.errors import GenerationError, InvalidRequest, OutOfMemory, RushesError, StorageError
 from rushes_core.log import get_logger
+from rushes_core.object_keys import Destination, result_key
 from rushes_core.states import JobState, Phase
-from rushes_core.storage import Destination, ObjectStore, result_key
+from rushes_core.storage import ObjectStore
 from rushes_core.variants import AUDIO, BY_PRODUCTS, VIDEO
 
 from rushes_worker.claimer import log_stopped

@@ -11,10 +11,10 @@ from rushes_core.campaigns import statements
 from rushes_core.campaigns.options import CampaignChanges, CampaignRequest, PauseRequest, RetryRequest
 from rushes_core.campaigns.statements import PARTS
 from rushes_core.campaigns.view import Batch, CampaignItem, item_of, line_of_id
+from rushes_core.content_disposition import content_disposition
 from rushes_core.models import Job
 from rushes_core.parsing import parse_as
 from rushes_core.states import JobState, states_with_status
-from rushes_core.storage import content_disposition
 from rushes_core.video import Video, video_of
 
 from rushes_api import campaign_changes as changes

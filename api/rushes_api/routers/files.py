@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from rushes_core import files
 from rushes_core.campaigns import statements
+from rushes_core.content_disposition import content_disposition
 from rushes_core.ids import is_file_id, new_file_id
 from rushes_core.listed import Listed
 from rushes_core.models import File
 from rushes_core.moment import unix_or_none
-from rushes_core.storage import content_disposition, file_key
+from rushes_core.object_keys import file_key
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from rushes_api.admission import KEY_HEADER

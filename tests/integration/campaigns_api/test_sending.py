@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from rushes_core.models import ApiKeyUsage, File
+from rushes_core.object_keys import file_key
 from rushes_core.settings import Settings
-from rushes_core.storage import ObjectStore, file_key
+from rushes_core.storage import ObjectStore
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.testclient import TestClient

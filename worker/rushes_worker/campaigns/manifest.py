@@ -11,10 +11,12 @@ from rushes_core.errors import StorageError
 from rushes_core.ids import new_file_id
 from rushes_core.log import get_logger
 from rushes_core.models import Job
+from rushes_core.object_keys import file_key
 from rushes_core.served_model import ServedModel
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
-from rushes_core.storage import ObjectStore, Upload, file_key
+from rushes_core.storage import ObjectStore
+from rushes_core.store_upload import Upload
 from rushes_core.video import Video, video_of
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session

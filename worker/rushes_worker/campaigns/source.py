@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 from rushes_core.campaigns.lines import Content
 from rushes_core.models import File
+from rushes_core.object_keys import file_key
 from rushes_core.settings import Settings
-from rushes_core.storage import ObjectStore, file_key
+from rushes_core.storage import ObjectStore
 
 RANGE_BYTES = 4 * 1024 * 1024
 """Read in one request: a connection is never open for longer than its bytes take to be loaded."""
