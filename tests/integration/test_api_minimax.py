@@ -494,7 +494,11 @@ class TestList:
             ("page_num", "10001", "got '10001'"),
             ("page_size", "101", "page_size must be between 1 and 100, got '101'"),
             ("page_size", "\u0661", "page_size must be between 1 and 100"),
-            ("filter.status", "in_progress", "must be one of queued, running, succeeded, failed, cancelled, expired, got"),
+            (
+                "filter.status",
+                "in_progress",
+                "must be one of queued, running, succeeded, failed, cancelled, expired, got",
+            ),
             ("filter.task_type", "video", "filter.task_type must be one of generation, h3_context_ir, regeneration"),
             ("filter.model", "\x00", "filter.model must be the name of a model"),
             ("filter.task_ids", "424010985738629", "filter.task_ids must be ids of tasks, got '4240"),

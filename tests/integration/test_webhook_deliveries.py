@@ -85,6 +85,23 @@ class TestLog:
         assert (second["number"], second["status_code"], second["error"], second["excerpt"]) == (2, 200, None, "ok")
         assert second["duration_ms"] >= 0
 
+    def test_each_attempt_says_where_it_went_but_for_the_query(
+        self, hooks: Hooks, client: httpx.Client, receiver: Receiver, settings: Settings
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url("/old?key=secret"))
+        receiver.script("/old?key=secret", reply(500))
+        hooks.completed()
+        with SenderThread(settings):
+            hooks.wait_attempts(1)
+            moved = client.post(f"/v1/webhook_endpoints/{endpoint_id}", json={"url": receiver.url("/new?key=secret")})
+            assert moved.status_code == 200, moved.text
+            hooks.make_due()
+            hooks.wait_for("delivered")
+        (found,) = listed(client)
+        delivery = answered(client.get(f"/v1/webhook_deliveries/{found['id']}"))
+        assert [one["url"] for one in delivery["attempts"]] == [receiver.url("/old"), receiver.url("/new")]
+        assert {one.url for one in hooks.attempts(found["id"])} == {receiver.url("/old"), receiver.url("/new")}
+
     def test_a_waiting_delivery_says_when_it_is_tried_next(self, hooks: Hooks, client: httpx.Client) -> None:
         hooks.register(URL)
         hooks.completed()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rushes_core import jobs
 from rushes_core.settings import Settings
-from rushes_core.webhooks import deliveries
+from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.deliveries import Outcome
 from rushes_core.webhooks.guard import Address, Guard, look_up
 from rushes_core.webhooks.schedule import DELAYS
@@ -242,11 +242,14 @@ class TestAnswers:
         hooks.set_endpoint(endpoint_id, open_until=None)
         wait_until(lambda: len(receiver.received) == 2)
 
-    @pytest.mark.parametrize(("status", "failures"), [(200, 0), (500, 2)])
+    @pytest.mark.parametrize(
+        ("before", "status", "failures"), [(0, 200, 0), (0, 500, 2), (9, 200, 0), (9, 500, 11), (8, 500, 10)]
+    )
     def test_the_answers_that_were_under_way_do_not_end_the_wait_that_was_asked_for(
-        self, hooks: Hooks, receiver: Receiver, settings: Settings, status: int, failures: int
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, before: int, status: int, failures: int
     ) -> None:
         endpoint_id, _ = hooks.register(receiver.url())
+        hooks.set_endpoint(endpoint_id, failures=before)
         held = threading.Event()
 
         def later(connection: socket.socket, received: Received) -> None:
@@ -257,14 +260,30 @@ class TestAnswers:
         first, second = hooks.completed(), hooks.completed()
         with SenderThread(settings):
             wait_until(lambda: hooks.endpoint(endpoint_id).open_until is not None)
-            until = hooks.endpoint(endpoint_id).open_until
+            until = hooks.endpoint(endpoint_id).held_until
             held.set()
             wait_until(lambda: not hooks.deliveries(state="delivering"))
             hooks.completed()
         assert {one.last_status for one in hooks.deliveries() if one.job_id in (first.id, second.id)} == {status, 429}
         assert hooks.endpoint(endpoint_id).failures == failures
-        assert hooks.endpoint(endpoint_id).open_until == until
+        open_until = hooks.endpoint(endpoint_id).open_until
+        assert until is not None
+        assert open_until is not None
+        # a pause after failures may be longer
+        assert open_until >= until if failures >= deliveries.BREAKER_FAILURES else open_until == until
         assert len(receiver.received) == 2
+
+    def test_an_endpoint_that_is_enabled_anew_is_not_held_by_what_it_asked_for_before(
+        self, hooks: Hooks, receiver: Receiver, sender: SenderThread
+    ) -> None:
+        endpoint_id, _ = hooks.register(receiver.url())
+        receiver.script("/hook", reply(429, retry_after="120"), reply(500))
+        hooks.completed()
+        hooks.wait_attempts(1)
+        hooks.jobs.run(endpoints.change(endpoint_id, endpoints.ENABLED, project="default"))
+        hooks.completed()
+        wait_until(lambda: hooks.endpoint(endpoint_id).failures == 1)
+        assert hooks.endpoint(endpoint_id).open_until is None
 
     @pytest.mark.parametrize(
         ("behaviour", "left"),

@@ -142,7 +142,9 @@ class Hooks:
                 update(WebhookDelivery).where(WebhookDelivery.state == "pending").values(next_at=func.now())
             )
             connection.execute(
-                update(WebhookEndpoint).where(WebhookEndpoint.open_until.is_not(None)).values(open_until=func.now())
+                update(WebhookEndpoint)
+                .where(WebhookEndpoint.open_until.is_not(None))
+                .values(open_until=func.now(), held_until=None)
             )
 
     def end_leases(self) -> None:

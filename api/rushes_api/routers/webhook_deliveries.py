@@ -38,6 +38,8 @@ class AttemptObject(BaseModel):
 
     number: int
     at: int
+    url: str | None
+    """Where it went, without the query; null where nobody knows any more."""
     status_code: int | None
     error: str | None
     duration_ms: int | None
@@ -129,6 +131,7 @@ def _with_attempts(
         AttemptObject(
             number=one.number,
             at=int(one.at.timestamp()),
+            url=one.url,
             status_code=one.status,
             error=one.error,
             duration_ms=one.duration_ms,

@@ -90,6 +90,8 @@ class Outcome:
     status: int | None = None
     error: str | None = None
     duration_ms: int | None = None
+    sent_to: str | None = None
+    """The URL, without its query, which may hold secrets."""
     excerpt: str | None = None
     delay: float = 0.0
     """Seconds until the next attempt."""
@@ -264,7 +266,7 @@ _SETTLE = text(
     f"""
 WITH outcomes AS MATERIALIZED (
     SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcome (
-        id text, fence bigint, state text, status smallint, error text, duration_ms bigint, excerpt text,
+        id text, fence bigint, state text, status smallint, error text, duration_ms bigint, sent_to text, excerpt text,
         delay float8, step smallint, hold float8, gone_url text
     )
 ), settled AS (
@@ -277,10 +279,10 @@ WITH outcomes AS MATERIALIZED (
         finished_at = CASE WHEN o.state <> 'pending' THEN now() END
     FROM outcomes AS o WHERE d.id = o.id AND d.fence = o.fence AND d.state = 'delivering'
     RETURNING d.id, d.endpoint_id, d.kind, d.event_id, d.job_id, d.url, d.state, d.attempts, d.sequence, d.type,
-        d.last_status, o.status, o.error, o.duration_ms, o.excerpt, o.hold, o.gone_url
+        d.last_status, o.status, o.error, o.duration_ms, o.sent_to, o.excerpt, o.hold, o.gone_url
 ), logged AS (
-    INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, excerpt)
-    SELECT id, attempts, status, error, duration_ms, excerpt FROM settled WHERE state <> 'cancelled'
+    INSERT INTO webhook_attempts (delivery_id, number, status, error, duration_ms, url, excerpt)
+    SELECT id, attempts, status, error, duration_ms, sent_to, excerpt FROM settled WHERE state <> 'cancelled'
 ), {_told("settled", state=_SETTLED)}, sums AS (
     SELECT endpoint_id, bool_or(state = 'delivered') AS succeeded,
         count(*) FILTER (WHERE error IS NOT NULL AND gone_url IS NULL) AS failed,
@@ -299,10 +301,14 @@ SET failures = CASE WHEN succeeded THEN 0 ELSE failures + failed END,
     -- one success ends the pauses of an endpoint that is probed, and no wait that another one asked for
     open_until = greatest(
         CASE WHEN open_until > now() AND (failures < :breaker OR NOT succeeded) THEN open_until END,
+        CASE WHEN held_until > now() THEN held_until END,
         CASE WHEN NOT succeeded AND failures + failed >= :breaker THEN now() + make_interval(secs => (
             least(:longest, :first * power(2, least(failures + failed - :breaker, 10))) * (0.8 + 0.4 * random())
         )) END,
         now() + make_interval(secs => hold)
+    ),
+    held_until = greatest(
+        CASE WHEN held_until > now() THEN held_until END, now() + make_interval(secs => hold)
     ),
     state = CASE WHEN e.url = ANY (gone) OR e.origin IS NULL AND NOT succeeded AND failures >= :breaker
         AND failing_since < now() - make_interval(days => :days) THEN 'disabled' ELSE state END,

@@ -148,6 +148,7 @@ ENABLED: dict[str, Any] = {
     "failures": 0,
     "failing_since": None,
     "open_until": None,
+    "held_until": None,
 }
 """Columns of an endpoint that is to be tried as if it had never failed."""
 DISABLED: dict[str, Any] = {"state": "disabled", "disabled_reason": BY_REQUEST}

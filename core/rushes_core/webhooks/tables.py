@@ -41,6 +41,8 @@ class WebhookEndpoint(Base):
     """When so many had failed in a row that pauses began."""
     open_until: Mapped[datetime | None]
     """Nothing is sent before this time; after many failures it is one delivery at a time until one succeeds."""
+    held_until: Mapped[datetime | None]
+    """When it asked to be sent something again; `open_until` is not before that."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deleted_at: Mapped[datetime | None]
@@ -159,5 +161,7 @@ class WebhookAttempt(Base):
     error: Mapped[str | None] = mapped_column(String(32))
     """Null for a success."""
     duration_ms: Mapped[int | None]
+    url: Mapped[str | None]
+    """Where it went, without the query. Null where nobody knows any more."""
     excerpt: Mapped[str | None]
     """The beginning of the answer's body, at most 1 KB, without control characters."""

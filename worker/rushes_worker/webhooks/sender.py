@@ -397,6 +397,7 @@ def _after(claimed: Claimed, answer: Answer) -> Outcome:
         status=answer.status,
         error=answer.error,
         duration_ms=answer.duration_ms,
+        sent_to=None if claimed.url is None else claimed.url.partition("?")[0],
         excerpt=answer.excerpt,
         step=claimed.step,
     )
