@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rushes_core.contract import InferenceContract, load_contract
+from rushes_core.signals import ENDING
 from rushes_worker.commands import (
     Advanced,
     Done,
@@ -329,6 +330,26 @@ def test_group_does_not_load_another_checkpoint_than_the_worker_started_with(
     edit_json(checkpoint / "fastvideo_inference.json", vsa_sparsity=0.8)
     with pytest.raises(GroupUnfit, match=f"RUSHES_CHECKPOINT: {checkpoint}: the contract is another one"):
         start_group(checkpoint=checkpoint, contract=contract)
+
+
+def test_ranks_leave_signals_to_their_parent_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    ranks = LocalRanks([first_boot(tmp_path)], env=rank_environment(kind="cpu", visible=(), threads=1, interface=None))
+    try:
+        (pid,) = ranks.pids
+        for number in ENDING:
+            os.kill(pid, number)
+        said: list[Report] = []
+        while not any(isinstance(report, Ready) for report in said):
+            readable = multiprocessing.connection.wait(ranks.waitables, 5)
+            said += [report for _, report in ranks.receive(readable)]
+            assert not ranks.exits()
+        # what it starts is not to inherit that they wait
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["SigBlk"], 16) & sum(1 << number - 1 for number in ENDING) == 0
+    finally:
+        ranks.end()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(ENDING)
 
 
 def test_idle_rank_that_dies_is_noticed(start_group: StartGroup) -> None:

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 from rushes_core.errors import RushesError
+from rushes_core.signals import ENDING
 from rushes_worker.media.errors import InvalidClip, MediaError, MediaProcessLost
 from rushes_worker.media.process import ClipSpec, MediaProcess
 from rushes_worker.media.settings import EncoderSettings
@@ -249,6 +250,15 @@ class TestProcess:
             render(media, spec)
             assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
             assert media.pid != pid
+
+    def test_it_leaves_signals_to_its_parent_from_the_start(self, spec: ClipSpec) -> None:
+        with MediaProcess() as media:
+            pid = media.pid
+            for number in ENDING:
+                os.kill(pid, number)
+            render(media, spec)
+            assert media.finish(timeout=120).facts.num_frames == NUM_FRAMES
+            assert media.pid == pid
 
     def test_a_process_killed_between_clips_is_replaced(self, spec: ClipSpec) -> None:
         with MediaProcess() as media:

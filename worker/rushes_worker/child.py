@@ -21,23 +21,36 @@ _SECRET_PREFIXES = (_PREFIX, "AWS_", "PG")
 
 
 def spawn(
-    module: str, arguments: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+    module: str,
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    leaves_signals: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Have a process of its own call `main` of `module` with PARENT_PID and the arguments, as the leader of its own
     session and process group.
 
     The kernel ends a child when the *thread* that started it ends, so only the main thread may start one.
+
+    Args:
+        leaves_signals: it calls `leave_signals_to_parent`; until it comes to that, such signals wait.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(f"{module} must be started from the main thread: it ends with the thread that starts it")
-    return subprocess.Popen(
-        # -P: a folder of the working directory must not shadow an installed package
-        [sys.executable, "-P", "-m", "rushes_core.starting", module, str(os.getpid()), *arguments],
-        stdin=subprocess.DEVNULL,
-        env=dict(env),
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
+    # inherited, as what is ignored is: but this process ignores nothing
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if leaves_signals else ())
+    try:
+        return subprocess.Popen(
+            # -P: a folder of the working directory must not shadow an installed package
+            [sys.executable, "-P", "-m", "rushes_core.starting", module, str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            env=dict(env),
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -49,9 +62,11 @@ def end_with_parent(parent_pid: int) -> None:
 
 def leave_signals_to_parent() -> None:
     """Have this process not end at what asks a whole worker to stop: some who ask, as systemd, ask each of its
-    processes, and its parent decides when that is."""
+    processes, and its parent decides when that is. What it starts inherits that, and ends with it."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
+    # what came before is forgotten
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def exit_status(child: subprocess.Popen[bytes]) -> int | None:

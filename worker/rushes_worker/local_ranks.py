@@ -108,6 +108,7 @@ class LocalRanks:
                 [str(theirs.fileno())],
                 env=env,
                 pass_fds=(theirs.fileno(), *descriptors),
+                leaves_signals=True,
             )
         connection = Connection(ours.detach())
         self._connections[boot.rank] = connection

@@ -202,6 +202,7 @@ class MediaProcess:
                 [str(theirs.fileno())],
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
+                leaves_signals=True,
             )
         self._connection = Connection(ours.detach())
 
