@@ -39,7 +39,7 @@ def test_ctrl_c_while_a_command_is_read_in_is_one_line(
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("importlib.import_module", interrupted)
+    monkeypatch.setattr("rushes_cli.main.import_module", interrupted)
     assert main(["campaign", "list"]) == 130
     assert capsys.readouterr().err == "rushes: interrupted\n"
 
