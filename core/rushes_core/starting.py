@@ -3,13 +3,13 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing() -> Generator[None]:
     """Import within it what a process keeps. The garbage collector stays away meanwhile: it would go through all of
     that again and again, a fifth of the time that a process takes to start. Nor does it look at it afterwards."""
     was_enabled = gc.isenabled()
