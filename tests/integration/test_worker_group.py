@@ -27,7 +27,8 @@ from rushes_worker.commands import (
 from rushes_worker.group import GroupLost, GroupNotLoaded, GroupPlan, GroupUnfit, RankGroup
 from rushes_worker.local_ranks import LocalRanks, rank_environment
 from rushes_worker.pipeline.base import RenderRequest
-from support.checkpoints import edit_json
+from support.changing_pipeline import CHANGING, NUM_STEPS
+from support.checkpoints import edit_json, tiny_checkpoint
 from support.processes import is_alive
 from support.worker import NUM_FRAMES, SCRIPTED, SIZE, TESTS, eventually, first_boot, write_contract
 
@@ -46,13 +47,14 @@ def start_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
         stage_seconds: float = 60,
         contract: InferenceContract | None = None,
         checkpoint: Path = tmp_path,
+        pipeline: str = SCRIPTED,
     ) -> RankGroup:
         plan = GroupPlan(
             sp=sp,
             kind="cpu",
             visible=(),
             threads=1,
-            pipeline=SCRIPTED,
+            pipeline=pipeline,
             checkpoint=checkpoint,
             contract=contract,
             start_timeout_seconds=start_seconds,
@@ -330,6 +332,15 @@ def test_group_does_not_load_another_checkpoint_than_the_worker_started_with(
     edit_json(checkpoint / "fastvideo_inference.json", vsa_sparsity=0.8)
     with pytest.raises(GroupUnfit, match=f"RUSHES_CHECKPOINT: {checkpoint}: the contract is another one"):
         start_group(checkpoint=checkpoint, contract=contract)
+
+
+def test_the_contract_that_was_compared_is_the_one_that_is_served(start_group: StartGroup, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path)
+    contract = load_contract(checkpoint)
+    group = start_group(checkpoint=checkpoint, contract=contract, pipeline=CHANGING)
+    assert load_contract(checkpoint).num_forwards == NUM_STEPS != contract.num_forwards
+    reports, _ = render(group, tmp_path, "a wave")
+    assert max(one.completed_steps for one in reports if isinstance(one, Advanced)) == contract.num_forwards
 
 
 def test_ranks_leave_signals_to_their_parent_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

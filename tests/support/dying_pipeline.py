@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rushes_core.contract import InferenceContract
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 
 
@@ -19,7 +20,15 @@ class DyingPipeline:
     precision = "none"
 
     def __init__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> None:
         _die()
 
@@ -31,7 +40,15 @@ class DyingAtWork(DyingPipeline):
     """Is ready, and dies of every job."""
 
     def __init__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> None:
         pass
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rushes_core.contract import InferenceContract
 from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 
 HUNGRY = "support.hungry_pipeline:HungryPipeline"
@@ -22,7 +23,15 @@ class HungryPipeline:
     precision = "no model"
 
     def __init__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> None:
         self._rank = rank
         self._sp = sp

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from rushes_core.contract import InferenceContract
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pixels import PixelFormat
@@ -18,9 +19,19 @@ class KeepingPipeline:
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
     def __init__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> None:
-        self._pipeline = FastH3Pipeline(checkpoint, rank=rank, sp=sp, device=device, options=options, watch=watch)
+        self._pipeline = FastH3Pipeline(
+            checkpoint, contract=contract, rank=rank, sp=sp, device=device, options=options, watch=watch
+        )
         self.precision = self._pipeline.precision
 
     def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
+from rushes_core.contract import InferenceContract
 from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, NotFinite, OutOfMemory
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 
@@ -49,7 +50,15 @@ class ScriptedPipeline:
     precision = "no model"
 
     def __init__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> None:
         self._rank = rank
         self._sp = sp

@@ -332,7 +332,15 @@ def _build(boot: Boot, watch: LoadWatcher) -> Pipeline:
             factory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"RUSHES_PIPELINE={boot.pipeline} cannot be imported: {error}") from error
-    given = {"rank": boot.rank, "sp": boot.sp, "device": boot.device, "options": boot.options, "watch": watch}
+    given = {
+        # what was compared is what is loaded
+        "contract": boot.contract,
+        "rank": boot.rank,
+        "sp": boot.sp,
+        "device": boot.device,
+        "options": boot.options,
+        "watch": watch,
+    }
     try:
         inspect.signature(factory).bind(boot.checkpoint, **given)
     except TypeError as error:

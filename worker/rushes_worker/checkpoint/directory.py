@@ -86,14 +86,17 @@ class Checkpoint:
         return weights.on(staging) if staging is not None and isinstance(weights, FileWeights) else weights
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, contract: InferenceContract | None = None) -> Checkpoint:
     """Check the whole directory and open it. Reads JSON files and safetensors headers, no weights.
+
+    Args:
+        contract: the directory's, which is read otherwise.
 
     Raises:
         CheckpointError: listing everything that is missing, surplus, damaged or not implemented.
         CheckpointUnreadable: its file system failed.
     """
-    found = examine(path)
+    found = examine(path, contract)
     if found.unreadable is not None:
         raise found.unreadable
     if found.problems:
@@ -125,9 +128,13 @@ def describe(path: Path, problems: list[str]) -> str:
     return "\n".join([f"{path} cannot be served, {len(problems)} problems:", *lines])
 
 
-def examine(path: Path) -> Examination:
-    """Look at everything in the directory; nothing is raised for what is wrong with it."""
-    found = Examination(path)
+def examine(path: Path, contract: InferenceContract | None = None) -> Examination:
+    """Look at everything in the directory; nothing is raised for what is wrong with it.
+
+    Args:
+        contract: the directory's, which is read otherwise.
+    """
+    found = Examination(path, contract=contract)
     try:
         _look_at_all(found)
     except CheckpointUnreadable as error:
@@ -153,8 +160,9 @@ def _look_at_parts(found: Examination) -> None:
     if refusal is not None:
         found.problems.append(refusal)
         return
-    found.contract, problems = read_contract(path)
-    found.problems += problems
+    if found.contract is None:
+        found.contract, problems = read_contract(path)
+        found.problems += problems
     if found.contract is None and not any((path / name).is_dir() for name in COMPONENTS):
         return
     _check_index(path, found.problems)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from rushes_core.contract import InferenceContract
 
 from rushes_worker.pixels import PixelFormat
 
@@ -108,8 +109,19 @@ class LoadWatch(Protocol):
 
 
 class PipelineFactory(Protocol):
-    """Builds the pipeline of one rank; named `module:callable` in the settings."""
+    """Builds the pipeline of one rank; named `module:callable` in the settings.
+
+    `contract` was just read from `checkpoint`; what is read again might be another one. None where nobody knows it.
+    """
 
     def __call__(
-        self, checkpoint: Path, *, rank: int, sp: int, device: str, options: Sequence[str], watch: LoadWatch
+        self,
+        checkpoint: Path,
+        *,
+        contract: InferenceContract | None,
+        rank: int,
+        sp: int,
+        device: str,
+        options: Sequence[str],
+        watch: LoadWatch,
     ) -> Pipeline: ...

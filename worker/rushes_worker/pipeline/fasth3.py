@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 from rushes_core.captures import MAX_TEXT_CAPACITY
-from rushes_core.contract import load_contract
+from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import NotFinite
 from rushes_core.log import get_logger
 from rushes_core.prompt import PromptTokenizer
@@ -89,6 +89,7 @@ class FastH3Pipeline:
         device: str = "cpu",
         options: Sequence[str] = (),
         watch: LoadWatch | None = None,
+        contract: InferenceContract | None = None,
         parallel: SequenceParallel | None = None,
     ) -> None:
         """Check the checkpoint, join the other ranks and load this rank's part of every component.
@@ -97,17 +98,19 @@ class FastH3Pipeline:
             checkpoint: a directory, or one that was opened.
             options: as `PipelineOptions` reads them.
             watch: told how far the load is.
+            contract: the checkpoint's, which is read otherwise.
             parallel: this rank's place, instead of joining others as `rank` of `sp` on `device`.
 
         Raises:
             CheckpointError: the directory cannot be served.
+            CheckpointUnreadable: its file system failed.
             ValueError: `sp` does not divide the transformer's heads, an option is unknown or cannot be served, or the
                 device has less memory than the weights take.
         """
         chosen = PipelineOptions.parse(options)
         watch = watch or Unwatched()
         with watch.stage("checking the checkpoint"):
-            opened = _opened(checkpoint, chosen, device)
+            opened = _opened(checkpoint, chosen, device, contract)
         self._config = opened.transformer_config
         self._parallel = parallel or SequenceParallel.connect(rank, sp, device)
         self._device = self._parallel.device
@@ -340,13 +343,17 @@ class FastH3Pipeline:
             torch.cuda.empty_cache()
 
 
-def _opened(checkpoint: Path | Checkpoint, options: PipelineOptions, device: str) -> Checkpoint:
+def _opened(
+    checkpoint: Path | Checkpoint, options: PipelineOptions, device: str, contract: InferenceContract | None
+) -> Checkpoint:
     """
     Raises:
         CheckpointError: the directory cannot be served.
+        CheckpointUnreadable: its file system failed.
     """
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
     if options.synthetic_seed is None:
-        return open_checkpoint(checkpoint)
-    return with_synthetic_weights(checkpoint, load_contract(checkpoint), seed=options.synthetic_seed, device=device)
+        return open_checkpoint(checkpoint, contract)
+    contract = contract or load_contract(checkpoint)
+    return with_synthetic_weights(checkpoint, contract, seed=options.synthetic_seed, device=device)
