@@ -1,4 +1,4 @@
-"""Six rows of the fault matrix, one run each. `make faults` plays all of them."""
+"""Four rows of the fault matrix, one run each. `make faults` plays all of them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PATIENCE = 8.0
 `make faults` says how soon."""
 
 
-@pytest.mark.parametrize("number", [6, 7, 17, 24, 28, 35])
+@pytest.mark.parametrize("number", [6, 24, 28, 35])
 def test_invariants_hold_under(servers: Servers, tmp_path: Path, number: int) -> None:
     outcome = play(ROWS[number], servers, tmp_path, seed=number, patience=PATIENCE)
     assert outcome.violations == [], outcome.history
@@ -21,4 +21,4 @@ def test_invariants_hold_under(servers: Servers, tmp_path: Path, number: int) ->
 def test_every_row_is_played_or_says_why_not() -> None:
     assert set(ROWS) == set(range(1, 51))
     assert all((row.play is None) == bool(row.why_not) for row in ROWS.values())
-    assert {row.number for row in ROWS.values() if row.in_suite} == {6, 7, 17, 24, 28, 35}
+    assert {row.number for row in ROWS.values() if row.in_suite} == {6, 24, 28, 35}

@@ -8,7 +8,7 @@ from support.faults.cluster import FINAL, Cluster
 from support.faults.rows import row
 
 
-@row(17, "Redis kill -9 and restart, append-only file on and off", in_suite=True)
+@row(17, "Redis kill -9 and restart, append-only file on and off")
 def restart_redis(cluster: Cluster) -> None:
     cluster.start(workers=2)
     cluster.meta(redis_broke=True)

@@ -92,7 +92,7 @@ def stop_worker(cluster: Cluster) -> None:
     cluster.expect("the result is the second attempt's", f"/2-{attempts[-1]['fence']}/" in key, key, job=job_id)
 
 
-@row(7, "SIGSTOP idle worker, push hint, SIGKILL", in_suite=True)
+@row(7, "SIGSTOP idle worker, push hint, SIGKILL")
 def hint_in_a_dead_hand(cluster: Cluster) -> None:
     cluster.start(workers=2)
     victim = cluster.workers[0]
