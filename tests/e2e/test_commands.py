@@ -183,17 +183,6 @@ def test_stopped_run_gives_its_job_back_and_the_next_run_finishes_it(runs: Runs)
     assert content[4:8] == b"ftyp"
 
 
-def test_killed_run_leaves_no_process(up: Up) -> None:
-    wanted = REQUEST | {"prompt": "A paper boat [step 0.7]"}
-    video = up.client.post("/videos", json=wanted).raise_for_status().json()
-    wait_until(lambda: up.video(video["id"])["status"] == "in_progress")
-    parts = {"postgres", "valkey", "seaweedfs", "api", "dispatcher", "deliver", "loader", "worker"}
-    assert parts <= {process.name for process in processes_of(up.state_dir)}
-    processes = descendants(up.popen.pid)
-    assert up.end(signal.SIGKILL) == -signal.SIGKILL
-    wait_until(lambda: not any(map(is_alive, processes)))
-
-
 def test_second_run_on_the_same_state_is_refused(up: Up) -> None:
     refused = run("up", "--state", up.state_dir, cwd=up.state_dir.parent)
     assert refused.returncode == 1
@@ -206,6 +195,25 @@ def test_taken_port_is_named(up: Up) -> None:
     refused = run("up", "--state", elsewhere, "--port", str(port), cwd=elsewhere.parent)
     assert refused.returncode == 1
     assert f"port {port} of 127.0.0.1 is taken" in refused.stderr
+
+
+def test_printed_address_of_the_database_opens_it_for_operators(up: Up) -> None:
+    address = re.search(r"export RUSHES_DATABASE_URL='(\S+)'", up.output())
+    assert address is not None
+    env = clean_environment() | {"RUSHES_DATABASE_URL": address[1]}
+    done = subprocess.run([*RUSHES, "projects", "list"], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1].startswith("default ")
+
+
+def test_killed_run_leaves_no_process(up: Up) -> None:
+    wanted = REQUEST | {"prompt": "A paper boat [step 0.7]"}
+    video = up.client.post("/videos", json=wanted).raise_for_status().json()
+    wait_until(lambda: up.video(video["id"])["status"] == "in_progress")
+    parts = {"postgres", "valkey", "seaweedfs", "api", "dispatcher", "deliver", "loader", "worker"}
+    assert parts <= {process.name for process in processes_of(up.state_dir)}
+    processes = descendants(up.popen.pid)
+    assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_alive, processes)))
 
 
 def test_part_that_dies_ends_the_run_with_its_name_and_log(up: Up) -> None:
@@ -222,11 +230,3 @@ def test_checkpoint_that_cannot_be_served_is_named_before_anything_is_started(tm
     assert failed.returncode == 1
     assert f"rushes up: {missing}: no such directory" in failed.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_printed_address_of_the_database_opens_it_for_operators(up: Up) -> None:
-    address = re.search(r"export RUSHES_DATABASE_URL='(\S+)'", up.output())
-    assert address is not None
-    env = clean_environment() | {"RUSHES_DATABASE_URL": address[1]}
-    done = subprocess.run([*RUSHES, "projects", "list"], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[1].startswith("default ")

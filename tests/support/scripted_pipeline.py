@@ -160,8 +160,9 @@ def frames(request: RenderRequest, first: int, end: int, *, flat: bool = False) 
     time_f = np.arange(first, end).reshape(-1, 1, 1)
     y_H = np.arange(request.height).reshape(1, -1, 1)
     x_W = np.arange(request.width).reshape(1, 1, -1)
-    wave = np.sin(0.1 * (x_W + y_H + 2 * time_f) + request.seed % 97) * (0 if flat else 100) + 128
-    return np.repeat(wave[..., None], 3, axis=-1).astype(np.uint8)
+    places = np.arange(request.width + request.height + 2 * end)
+    wave = (np.sin(0.1 * places + request.seed % 97) * (0 if flat else 100) + 128).astype(np.uint8)
+    return np.repeat(wave[x_W + y_H + 2 * time_f][..., None], 3, axis=-1)
 
 
 def _sound(request: RenderRequest, clip: Clip, script: "_Script") -> np.ndarray:
