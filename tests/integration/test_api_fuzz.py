@@ -15,7 +15,7 @@ from support.fuzz import OPTIONS, WEBHOOK_KEY, fuzz, populate
 @pytest.mark.parametrize(
     ("phases", "examples", "least"),
     [
-        ("examples,fuzzing", 6, 360),
+        ("examples,fuzzing", 10, 600),
         # each bound of each member in turn
         pytest.param("coverage", 1, 5_000, marks=pytest.mark.long),
     ],
