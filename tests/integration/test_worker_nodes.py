@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from rushes_core.contract import CONTRACT_FILE
 from rushes_core.models import Replica
 from rushes_core.settings import Settings
 from rushes_core.states import JobState
 from rushes_worker.checkpoint.tiny import write_tiny_checkpoint
+from support.checkpoints import make_readable, make_unreadable
 from support.forwarder import Forwarder
 from support.nodes import HOST, settings_of_two_nodes
 from support.processes import children, is_alive
 from support.stack import SharedStack
-from support.worker import Jobs, JoiningNode, Worker, eventually
+from support.worker import Jobs, JoiningNode, Worker, eventually, write_contract
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """What a rank of several on one machine has, or sums would be made in another order."""
@@ -255,6 +257,17 @@ def test_stranger_is_turned_away_and_disturbs_nobody(nodes: Running) -> None:
     assert jobs.wait_completed(jobs.add()).attempt == 1
     assert nodes.wait_ready().epoch == epoch
     assert len(nodes.second.events("ranks_starting")) == starts
+
+
+def test_second_node_waits_for_the_file_system_of_its_checkpoint(pair: Pair, tmp_path: Path, jobs: Jobs) -> None:
+    own = write_contract(tmp_path / "own")
+    second = pair.start_second(checkpoint=own)
+    eventually(lambda: second.events("node_not_joined"))
+    make_unreadable(own / CONTRACT_FILE)
+    pair.start_first()
+    eventually(lambda: "Input/output error" in second.events("node_not_joined")[-1]["reason"])
+    make_readable(own / CONTRACT_FILE)
+    jobs.wait_ready()
 
 
 class TestRefusals:
