@@ -41,7 +41,7 @@ clean: ## remove the environment, caches and the demo's state; .state and out/ s
 	@scripts/clean.sh
 
 bench-kernels: setup ## time every kernel on the CUDA device, one JSON line a case; refuses when its tests fail
-	@for name in block_sparse_attention heads_attention linear_layers tile_kernels row_kernels; do $(BIN)/python kernels/benchmarks/$$name.py || exit 1; done
+	@for name in block_sparse_attention heads_attention linear_layers scaled_layers tile_kernels row_kernels; do $(BIN)/python kernels/benchmarks/$$name.py || exit 1; done
 
 ##@ Help
 

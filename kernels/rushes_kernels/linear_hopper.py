@@ -13,18 +13,21 @@ from torch import Tensor
 
 from rushes_kernels.nvrtc import Module, TensorMap, pointer
 
-# as in the source
-BLOCK_ROWS, COLUMNS, DEPTH, STAGES, CLUSTER, GROUP, ROWS, LAG, HEAD = 128, 128, 64, 4, 2, 2, 64, 2, 64
+# as in the sources
+BLOCK_ROWS, COLUMNS, PANEL_BYTES, STAGES, CLUSTER, GROUP, ROWS, LAG, HEAD = 128, 128, 128, 4, 2, 2, 64, 2, 64
 TYPES = {torch.bfloat16: 0, torch.float16: 1}
-_SLOTS = STAGES * (BLOCK_ROWS + 2 * COLUMNS) * DEPTH * 2
+SOURCES = Path(__file__).parent
+_DEPTH = PANEL_BYTES // 2
+_SLOTS = STAGES * (BLOCK_ROWS + 2 * COLUMNS) * PANEL_BYTES
 _STAGING = GROUP * ROWS * COLUMNS * 2
 _SHARED_MEMORY = _SLOTS + _STAGING + 8 * 2 * STAGES + 1024
 _NO_ANGLES = 8
 """Of the module of kernels that turn nothing."""
-_SOURCES = Path(__file__).parent
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
+    """Of a launch, as in `hopper_product.cuh`."""
+
     _fields_ = [(name, ctypes.c_int) for name in ("rows", "width", "depth", "unit_columns", "second_half")]
 
 
@@ -57,8 +60,8 @@ def _takes(operands: Sequence[Tensor]) -> bool:
         torch.cuda.get_device_capability(rows.device) == (9, 0)
         and rows.dtype in TYPES
         and all(x.dtype == rows.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in operands)
-        and depth % DEPTH == 0
-        and depth >= LAG * DEPTH
+        and depth % _DEPTH == 0
+        and depth >= LAG * _DEPTH
     )
 
 
@@ -68,8 +71,9 @@ def gated_linear(x_SC: Tensor, weight_2FC: Tensor, bias_2F: Tensor | None) -> Te
     assert bias_2F is None or len(bias_2F) == len(weight_2FC)
     width = len(weight_2FC) // 2
     out_SF = x_SC.new_empty(len(x_SC), width)
-    shape = _Shape(len(x_SC), width, x_SC.shape[1], COLUMNS, width)
-    _launch("gated_linear", x_SC, weight_2FC, out_SF, shape, [pointer(bias_2F)], _NO_ANGLES)
+    shape = Shape(len(x_SC), width, x_SC.shape[1], COLUMNS, width)
+    module = _module(x_SC.dtype, _NO_ANGLES, x_SC.device)
+    launch(module, "gated_linear", x_SC, weight_2FC, out_SF, shape, [pointer(bias_2F)])
     return out_SF
 
 
@@ -87,27 +91,29 @@ def project_heads(
     out_BNM = x_BNC.new_empty(B, N, M)
     vectors = [pointer(x) for x in (bias_M, cos_NR, sin_NR)]
     numbers = [ctypes.c_int(N), ctypes.c_int(num_normed), ctypes.c_float(eps)]
-    shape = _Shape(B * N, M, C, 2 * COLUMNS, COLUMNS)
+    shape = Shape(B * N, M, C, 2 * COLUMNS, COLUMNS)
     x_SC, out_SM = x_BNC.flatten(0, 1), out_BNM.flatten(0, 1)
-    _launch("project_heads", x_SC, weight_MC, out_SM, shape, [*vectors, *numbers], cos_NR.shape[1])
+    module = _module(x_SC.dtype, cos_NR.shape[1], x_SC.device)
+    launch(module, "project_heads", x_SC, weight_MC, out_SM, shape, [*vectors, *numbers])
     return out_BNM.unflatten(-1, (-1, HEAD))
 
 
-def _launch(
+def launch(
+    module: Module,
     name: str,
     x_SC: Tensor,
     weight_MC: Tensor,
     out_SF: Tensor,
-    shape: _Shape,
+    shape: Shape,
     arguments: Sequence[ctypes._SimpleCData],
-    angles: int,
 ) -> None:
+    """Start a kernel behind `hopper_product.cuh`; `arguments` are those after its own."""
     if not shape.rows:
         return
     units = -(-shape.rows // (CLUSTER * BLOCK_ROWS)) * (shape.width // shape.unit_columns)
     clusters = torch.cuda.get_device_properties(x_SC.device).multi_processor_count // CLUSTER
-    arrived = x_SC.new_zeros(1, dtype=torch.int32)
-    _module(x_SC.dtype, angles, x_SC.device).launch(
+    arrived = out_SF.new_zeros(1, dtype=torch.int32)
+    module.launch(
         name,
         [
             TensorMap.of_rows(x_SC, BLOCK_ROWS),
@@ -126,9 +132,9 @@ def _launch(
 @cache
 def _module(dtype: torch.dtype, angles: int, device: torch.device) -> Module:
     return Module(
-        _SOURCES / "linear_hopper.cu",
+        SOURCES / "linear_hopper.cu",
         device,
         macros=[f"TYPE={TYPES[dtype]}", f"ANGLES={angles}"],
-        preludes=[_SOURCES / "hopper.cuh"],
+        preludes=[SOURCES / "hopper.cuh", SOURCES / "hopper_product.cuh"],
         one_generation=True,
     )

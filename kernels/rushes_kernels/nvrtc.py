@@ -122,7 +122,7 @@ class Module:
 
 
 class TensorMap(ctypes.Structure):
-    """A view of a bf16 or fp16 tensor in tiles, that the copy engine swizzles into shared memory."""
+    """A view of a bf16, fp16 or e4m3 tensor in tiles, that the copy engine swizzles into shared memory."""
 
     _align_ = 64
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
@@ -141,9 +141,9 @@ class TensorMap(ctypes.Structure):
 
     @classmethod
     def of_rows(cls, x_SC: Tensor, tile_rows: int) -> "TensorMap":
-        """Tiles of `tile_rows` rows x 64 channels; rows past the last one are read as zeros and not written."""
-        S, C = x_SC.shape
-        return cls._encoded(x_SC, (C, S), (2 * C,), (64, tile_rows))
+        """Tiles of `tile_rows` rows x 128 bytes; rows past the last one are read as zeros and not written."""
+        (S, C), size = x_SC.shape, x_SC.dtype.itemsize
+        return cls._encoded(x_SC, (C, S), (size * C,), (128 // size, tile_rows))
 
     @classmethod
     def _encoded(
@@ -151,7 +151,8 @@ class TensorMap(ctypes.Structure):
     ) -> "TensorMap":
         storage = (ctypes.c_char * (ctypes.sizeof(cls) + 64))()
         tensor_map = cls.from_buffer(storage, -ctypes.addressof(storage) % 64)
-        types, swizzle_128, promote_256 = {torch.float16: 6, torch.bfloat16: 9}, 3, 3
+        types = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
+        swizzle_128, promote_256 = 3, 3
         u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, len(sizes)
         _call(
             "cuTensorMapEncodeTiled", ctypes.byref(tensor_map), types[x.dtype], rank, ctypes.c_void_p(x.data_ptr()),

@@ -12,6 +12,8 @@ OPERATIONS = (
     "norm_rows",
     "swiglu",
     "gated_linear",
+    "quantise_rows",
+    "scaled_linear",
     "pack_heads",
     "score_tiles",
     "norm_rotate_heads",

@@ -1,7 +1,7 @@
-"""Norms and the gated activation in CUDA C++: one pass over the rows, sums and products in fp32, rounded once.
+"""Norms, the gated activation and rows in 8 bits in CUDA C++: one pass over rows, sums in fp32, rounded once.
 
-`norm.py` and `swiglu.py` have the formulas and the PyTorch references; the sources are `row_passes.cu` and
-`gated_passes.cu`.
+`norm.py`, `swiglu.py` and `scaled_linear.py` have the formulas and the PyTorch references; the sources are
+`row_passes.cu`, `gated_passes.cu` and `quantise_passes.cu`.
 """
 
 import ctypes
@@ -23,6 +23,9 @@ THREADS, HEAD_THREADS = 256, 128
 _WIDEST_GROUPS = 8 * 256
 _BLOCKS_PER_MULTIPROCESSOR = 32
 _SWIGLU_ROWS_PER_THREAD = 4
+_QUANTISED_GROUPS_PER_THREAD = 16
+_QUANTISING_BLOCKS = 8
+"""For each multiprocessor, which holds as many threads."""
 
 _SOURCES = Path(__file__).parent
 _WORDS = _SOURCES / "words.cuh"
@@ -80,6 +83,20 @@ def takes_heads(x_BNHD: Tensor, num_angles: int) -> bool:
 def takes_gated(x_S2F: Tensor) -> bool:
     """Whether `swiglu` was written for rows of this dtype and width."""
     return x_S2F.dtype in TYPES and x_S2F.shape[-1] % (2 * _group(x_S2F.dtype)) == 0
+
+
+def takes_quantised(x_SC: Tensor) -> bool:
+    """Whether `quantise_rows` was written for rows of this dtype and width, on this device."""
+    groups, rest = divmod(x_SC.shape[-1], _group(x_SC.dtype))
+    return (
+        x_SC.dtype in TYPES
+        and rest == 0
+        and 0 < groups <= THREADS * _QUANTISED_GROUPS_PER_THREAD
+        and x_SC.is_contiguous()
+        and x_SC.data_ptr() % 16 == 0
+        # below it nothing converts to e4m3
+        and torch.cuda.get_device_capability(x_SC.device) >= (8, 9)
+    )
 
 
 def norm_rows(
@@ -171,6 +188,21 @@ def swiglu(x_S2F: Tensor) -> Tensor:
     return out_SF
 
 
+def quantise_rows(x_SC: Tensor) -> tuple[Tensor, Tensor]:
+    """`scaled_linear.quantise_rows`: values and scales."""
+    S, C = x_SC.shape
+    values_SC = torch.empty(S, C, dtype=torch.float8_e4m3fn, device=x_SC.device)
+    scales_S = torch.empty(S, dtype=torch.float32, device=x_SC.device)
+    if S:
+        _quantising_module(C, x_SC.dtype, x_SC.device).launch(
+            "quantise_rows",
+            [pointer(x_SC), pointer(values_SC), pointer(scales_S), ctypes.c_int(S)],
+            blocks=min(S, _multiprocessors(x_SC.device) * _QUANTISING_BLOCKS),
+            threads=THREADS,
+        )
+    return values_SC, scales_S
+
+
 def _group(dtype: torch.dtype) -> int:
     """Elements that a thread takes at a time."""
     return 4 if dtype == torch.float32 else 8
@@ -202,6 +234,12 @@ def _norm_module(
 @cache
 def _gated_module(dtype: torch.dtype, device: torch.device) -> Module:
     return Module(_SOURCES / "gated_passes.cu", device, macros=[f"TYPE={TYPES[dtype]}"], preludes=[_WORDS])
+
+
+@cache
+def _quantising_module(columns: int, dtype: torch.dtype, device: torch.device) -> Module:
+    macros = [f"COLUMNS={columns}", f"X={TYPES[dtype]}"]
+    return Module(_SOURCES / "quantise_passes.cu", device, macros=macros, preludes=[_WORDS])
 
 
 @cache
