@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rushes_core.clip import Clip
 from rushes_worker.layout import SERVED_DEGREES
 from rushes_worker.pipeline.base import RenderRequest
-from rushes_worker.pipeline.options import ATTENTION
+from rushes_worker.pipeline.options import ATTENTION, PipelineOptions
 
 from rushes_cli.bench_lengths import add_length_options, check_lengths, prompt_text
 from rushes_cli.main import UsageError
@@ -51,6 +51,24 @@ def add_clip_options(parser: argparse.ArgumentParser, *, warm_up: int, repeat: i
     parser.add_argument(
         "--attention", choices=ATTENTION, help="provider of sparse attention (default: the device decides)"
     )
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of the pipeline, such as precision=fp8"
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """What the pipeline is asked for.
+
+    Raises:
+        UsageError: it takes no such option.
+    """
+    attention = [] if arguments.attention is None else [f"attention={arguments.attention}"]
+    options = (*attention, *arguments.option)
+    try:
+        PipelineOptions.parse(options)
+    except ValueError as error:
+        raise UsageError(f"--option: {error}") from None
+    return options
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:

@@ -32,7 +32,7 @@ from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pipeline.parts import Parts
 from rushes_worker.pixels import PixelFormat
 
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, options_of
 from rushes_cli.bench_lengths import check_folder
 from rushes_cli.bench_share import seconds_of
 
@@ -138,6 +138,8 @@ class ProfilingReporter(TimedReporter):
 
 def _pipeline(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments)
+    # what is wrong is told before a GPU is looked for
+    options_of(arguments)
     check_folder(arguments.keep, "--keep")
     if not torch.cuda.is_available():
         raise RushesError("needs a CUDA device")
@@ -148,7 +150,7 @@ def _pipeline(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media: MediaProcess) -> None:
-    options = [] if arguments.attention is None else [f"attention={arguments.attention}"]
+    options = options_of(arguments)
     started = time.perf_counter()
     checkpoint = _open(arguments, folder)
     pipeline = FastH3Pipeline(checkpoint, device="cuda:0", options=options)
@@ -173,7 +175,7 @@ def _bench(arguments: argparse.Namespace, cases: list[Case], folder: Path, media
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
         }
-        what = {"case": case.title, "weights": weights, "plain": arguments.plain}
+        what = {"case": case.title, "weights": weights, "precision": pipeline.precision, "plain": arguments.plain}
         print(json.dumps(what | figures | where), flush=True)
     if arguments.ablation:
         _ablation(Parts(pipeline, first.request(arguments.seed), first.tokens))

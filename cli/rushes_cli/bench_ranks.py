@@ -81,6 +81,7 @@ def compare_with_one(rank: Loaded, case: Case, seed: int) -> dict[str, dict[str,
         device=rank.device,
         dtype=pipeline.dtype,
         parallel=SequenceParallel.single(rank.device),
+        feed_forward=pipeline.feed_forward_dtype,
     )
     parts = _Compared(pipeline, case, seed)
     choices = _Choices(rank.parallel.own_heads(config.num_attention_heads))

@@ -28,12 +28,11 @@ from rushes_worker.media.settings import EncoderSettings, default_encoders
 from rushes_worker.parallel import SequenceParallel
 from rushes_worker.pipeline.base import Pipeline
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
-from rushes_worker.pipeline.options import PipelineOptions
 from rushes_worker.pixels import PixelFormat
 from torch import multiprocessing
 
 from rushes_cli import bench_ranks
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, canvas_of, cases_of, check_degree
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, canvas_of, cases_of, check_degree, options_of
 from rushes_cli.bench_share import STAGES, Marks, ShareTimes, gibibytes
 from rushes_cli.main import UsageError
 
@@ -48,7 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sp", type=int, required=True, help=f"ranks, each with a device of its own: {degrees}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default cuda)")
     add_clip_options(parser, warm_up=2, repeat=3)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the pipeline")
     parser.add_argument("--check", action="store_true", help="compare the ranks' work with what one rank alone makes")
     parser.add_argument("--tune", action="store_true", help="time a denoise step with transfers of other sizes")
     parser.add_argument("--timeline", type=Path, metavar="DIR", help="trace one denoise step of every rank")
@@ -220,8 +218,7 @@ def _render_here(
 
 @contextmanager
 def _ranks(arguments: argparse.Namespace, folder: Path) -> Iterator[Ranks]:
-    attention = [] if arguments.attention is None else [f"attention={arguments.attention}"]
-    options = (*attention, *arguments.option)
+    options = options_of(arguments)
     places = [
         Place(rank, arguments.sp, arguments.device, arguments.weights, arguments.seed, options, folder)
         for rank in range(arguments.sp)
@@ -239,10 +236,7 @@ def _replica(arguments: argparse.Namespace) -> int:
     check_degree(arguments.sp)
     if arguments.jobs < 0:
         raise UsageError(f"--jobs must be at least 0, got {arguments.jobs}")
-    try:
-        PipelineOptions.parse(arguments.option)
-    except ValueError as error:
-        raise UsageError(f"--option: {error}") from None
+    options_of(arguments)
     if arguments.timeline is not None:
         arguments.timeline.mkdir(parents=True, exist_ok=True)
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.sp:

@@ -10,7 +10,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pixels import PixelFormat
 from rushes_worker.transport import LocalCopies
 
-from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_degree
+from rushes_cli.bench_case import SYNTHETIC, Case, add_clip_options, cases_of, check_degree, options_of
 from rushes_cli.main import UsageError
 
 
@@ -99,11 +99,10 @@ class ShareTimes:
 
 
 def load_share(
-    checkpoint: Checkpoint, *, rank: int, sp: int, device: str, attention: str | None = None
+    checkpoint: Checkpoint, *, rank: int, sp: int, device: str, options: Sequence[str] = ()
 ) -> FastH3Pipeline:
     """Exactly what rank `rank` of `sp` holds, on a device of its own, with copies in place of the other ranks."""
     parallel = SequenceParallel(rank, sp, device, LocalCopies())
-    options = [] if attention is None else [f"attention={attention}"]
     return FastH3Pipeline(checkpoint, rank=rank, sp=sp, device=device, options=options, parallel=parallel)
 
 
@@ -119,6 +118,7 @@ def time_share(pipeline: Pipeline, case: Case, seed: int, device: torch.device) 
 
 def _share(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments)
+    options = options_of(arguments)
     check_degree(arguments.sp)
     device = _device_named(arguments.device)
     if not 0 <= arguments.rank < arguments.sp:
@@ -136,12 +136,13 @@ def _share(arguments: argparse.Namespace) -> int:
         else:
             checkpoint = open_checkpoint(Path(arguments.weights))
         pipeline = load_share(
-            checkpoint, rank=arguments.rank, sp=arguments.sp, device=arguments.device, attention=arguments.attention
+            checkpoint, rank=arguments.rank, sp=arguments.sp, device=arguments.device, options=options
         )
         shown = {
             "sp": arguments.sp,
             "rank": arguments.rank,
             "weights": arguments.weights,
+            "options": options,
             "load_seconds": round(time.perf_counter() - started, 1),
             "resident_gib": gibibytes(device, peak=False),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

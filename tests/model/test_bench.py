@@ -43,6 +43,7 @@ def test_needs_a_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["--tokens", "1000", "-4"], "--tokens must be in 1..16384, got -4"),
         (["--tokens", "16385"], "--tokens must be in 1..16384, got 16385"),
         (["--keep", "/no/such/clip.mp4"], "--keep /no/such/clip.mp4: there is no folder /no/such"),
+        (["--option", "precision=int8"], "--option: precision must be one of bf16, fp8, got 'int8'"),
         (["--seed", "-1"], "--seed must be in 0..9223372036854775807, got -1"),
     ],
 )

@@ -32,21 +32,25 @@ def held_bytes(*owners: object) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("sp", [1, 2, 4, 7, 8])
-def test_bound_is_no_more_than_a_rank_holds_and_most_of_it(tmp_path: Path, sp: int) -> None:
+@pytest.mark.parametrize(("sp", "precision"), [(1, "bf16"), (2, "bf16"), (4, "bf16"), (7, "bf16"), (8, "fp8")])
+def test_bound_is_no_more_than_a_rank_holds_and_most_of_it(tmp_path: Path, sp: int, precision: str) -> None:
     write_tiny_checkpoint(tmp_path / "split", profile="split")
     checkpoint = open_checkpoint(tmp_path / "split")
-    bound = Precision.of(torch.device("cpu")).least_bytes(checkpoint, sp)
+    bound = Precision.of(torch.device("cpu"), precision).least_bytes(checkpoint, sp)
     for rank in {0, sp - 1}:
-        pipeline = FastH3Pipeline(checkpoint, parallel=SequenceParallel(rank, sp, "cpu"))
+        parallel = SequenceParallel(rank, sp, "cpu")
+        pipeline = FastH3Pipeline(checkpoint, parallel=parallel, options=[f"precision={precision}"])
         held = held_bytes(pipeline._transformer, pipeline._text_encoder, pipeline._video_vae)
         assert 0.6 * held < bound <= held
 
 
-@pytest.mark.parametrize(("sp", "gigabytes"), [(1, 99), (2, 66), (8, 41)])
-def test_released_student_on_gpus(tmp_path: Path, sp: int, gigabytes: float) -> None:
+@pytest.mark.parametrize(
+    ("sp", "precision", "gigabytes"), [(1, "bf16", 99), (2, "bf16", 66), (8, "bf16", 41), (1, "fp8", 88)]
+)
+def test_released_student_on_gpus(tmp_path: Path, sp: int, precision: str, gigabytes: float) -> None:
     checkpoint = with_synthetic_weights(tmp_path, CONTRACT, seed=0, device="cpu")
-    assert Precision.of(torch.device("cuda")).least_bytes(checkpoint, sp) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    bound = Precision.of(torch.device("cuda"), precision).least_bytes(checkpoint, sp)
+    assert bound / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
 def test_device_that_cannot_hold_the_weights_is_told_with_both_numbers() -> None:

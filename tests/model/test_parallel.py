@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rushes_kernels.scaled_linear import E4M3
 from rushes_worker.checkpoint.configs import TransformerConfig
 from rushes_worker.parallel import SequenceParallel
 from support.oracle import diffusers_transformer, student_weights
@@ -107,3 +108,17 @@ def test_every_number_of_ranks_denoises_the_same_latents(size: int, num_heads: i
     first, *others = (latents for latents, _ in ranks)
     for latents in others:
         assert all(torch.equal(a, b) for x, y in zip(first, latents, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_ranks_denoise_the_same_latents_in_8_bits() -> None:
+    config, weights = student(4)
+    [clip, *_] = CLIPS
+    with torch.inference_mode():
+        (in_fp32,), _ = denoise(SequenceParallel.single(), weights, [clip], SPARSITY, 1, config)
+        (alone,), _ = denoise(SequenceParallel.single(), weights, [clip], SPARSITY, 1, config, E4M3)
+    for (mine,), _ in run_ranks(denoise, 2, weights, [clip], SPARSITY, 1, config, E4M3):
+        for a, b, c in zip(mine, alone, in_fp32, strict=True):
+            rounding = float((b - c).norm())
+            # sums that differ in their last bit may fall to neighbouring values of e4m3, rarely
+            assert float((a - b).norm()) < 0.1 * rounding
+            assert rounding < 0.05 * float(c.norm())

@@ -66,6 +66,12 @@ class TestRender:
         for other in (request(seed=43), request(prompt="a robot dancing in the raid")):
             assert not np.array_equal(render(pipeline, other).clip, first.clip)
 
+    def test_in_8_bits_a_clip_is_nearly_the_same(self, pipeline: FastH3Pipeline, checkpoint: Path) -> None:
+        in_8_bits = FastH3Pipeline(checkpoint, options=["precision=fp8"])
+        assert "feed-forward layers float8_e4m3fn" in in_8_bits.precision
+        apart = np.abs(render(in_8_bits, request()).clip.astype(int) - render(pipeline, request()).clip)
+        assert 0 < apart.mean() < 3
+
     @pytest.mark.parametrize("boundary", [0, 3, 10])
     def test_cancelled_render_leaves_the_pipeline_usable(self, pipeline: FastH3Pipeline, boundary: int) -> None:
         reporter = RecordingReporter(cancel_at=boundary)

@@ -90,7 +90,9 @@ class TestAgainstDiffusers:
         parameters = Parameters(InMemoryWeights(student_weights(oracle)), torch.device("cpu"), torch.float32)
         modulation = Modulation(CONFIG, parameters, SCHEDULE)
         parallel = SequenceParallel.single()
-        block = Block(CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel)
+        block = Block(
+            CONFIG, parameters.under(f"transformer_blocks.{layer}"), slice(0, 4), 0.0, parallel, None, torch.float32
+        )
         trade = parallel.plan_trade(sequence.num_rows)
         due = block(states, None, modulation.at(step).block(layer), sequence.tags_S, sequence, trade)
         actual = states + due.rows_SC * due.gate_MC[tags]

@@ -43,6 +43,7 @@ def denoise(
     sparsity: float,
     steps: int,
     config: TransformerConfig | None = None,
+    feed_forward: torch.dtype | None = None,
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, int]]:
     """Audio and video rows of each clip after the last `steps` steps, and the elements read of each weight."""
     config = config or tiny_config()
@@ -57,6 +58,7 @@ def denoise(
         device=parallel.device,
         dtype=torch.float32,
         parallel=parallel,
+        feed_forward=feed_forward,
     )
     latents = [_denoise_one(transformer, config, schedule, clip, steps, parallel.device) for clip in clips]
     return latents, weights.read

@@ -166,3 +166,13 @@ def test_attention_for_hoppers_is_refused_on_others_by_their_capability() -> Non
         ValueError, match=r"RUSHES_PIPELINE_OPTIONS=attention=hopper: .* compute capability 9\.0, device 3 has 8\.0"
     ):
         check_devices_serve(options, Devices("cuda", ("0", "3"), ((9, 0), (8, 0))))
+
+
+def test_fp8_is_refused_on_gpus_that_do_not_have_it() -> None:
+    options = check_options(offline_settings(Path("nowhere"), pipeline_options="precision=fp8"))
+    check_devices_serve(options, Devices("cuda", ("0", "1"), ((9, 0), (12, 0))))
+    check_devices_serve(options, Devices("cpu", ("cpu",)))
+    with pytest.raises(
+        ValueError, match=r"RUSHES_PIPELINE_OPTIONS=precision=fp8: .* capability 9\.0 or more, device 3 has 8\.9"
+    ):
+        check_devices_serve(options, Devices("cuda", ("0", "3"), ((9, 0), (8, 9))))

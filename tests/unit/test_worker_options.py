@@ -8,7 +8,8 @@ from rushes_worker.pixels import PixelFormat
 
 def test_options_are_read_by_name() -> None:
     assert PipelineOptions.parse([]) == PipelineOptions(attention=None, synthetic_seed=None)
-    assert PipelineOptions.parse(["attention=triton", "weights=synthetic:7"]) == PipelineOptions("triton", 7)
+    chosen = PipelineOptions.parse(["attention=triton", "weights=synthetic:7", "precision=fp8"])
+    assert chosen == PipelineOptions(attention="triton", synthetic_seed=7, precision="fp8")
 
 
 def test_pixels_are_decided_by_the_device_unless_they_are_named() -> None:
@@ -16,6 +17,12 @@ def test_pixels_are_decided_by_the_device_unless_they_are_named() -> None:
     assert PipelineOptions.parse(["pixels=yuv420p"]).pixels is PixelFormat.YUV420P
     with pytest.raises(ValueError, match="pixels must be one of rgb24, yuv420p, got 'nv12'"):
         PipelineOptions.parse(["pixels=nv12"])
+
+
+def test_precision_is_that_of_the_checkpoint_unless_it_is_named() -> None:
+    assert PipelineOptions().precision == "bf16"
+    with pytest.raises(ValueError, match="precision must be one of bf16, fp8, got 'int8'"):
+        PipelineOptions.parse(["precision=int8"])
 
 
 def test_shapes_of_graphs_are_read_in_any_order() -> None:
@@ -46,7 +53,7 @@ def test_what_is_no_option_is_refused_by_value(option: str) -> None:
 def test_one_who_misspells_an_option_is_told_all_there_are() -> None:
     with pytest.raises(ValueError, match="takes the options") as refused:
         PipelineOptions.parse(["graph_bytes=5"])
-    for name in ("attention=", "weights=", "pixels=", "text-capacities=", "capture=", "graph-bytes="):
+    for name in ("attention=", "precision=", "weights=", "pixels=", "text-capacities=", "capture=", "graph-bytes="):
         assert name in str(refused.value)
 
 

@@ -13,7 +13,7 @@ from rushes_kernels.video_sparse_attention import video_sparse_attention
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
-from rushes_worker.model.layers import Attention, FeedForward
+from rushes_worker.model.layers import Attention, feed_forward_of
 from rushes_worker.model.modulation import BlockVectors
 from rushes_worker.model.parameters import Parameters
 from rushes_worker.model.sequence import PackedSequence
@@ -30,7 +30,8 @@ class Block:
         heads: slice,
         sparsity: float,
         parallel: SequenceParallel,
-        provider: Provider | None = None,
+        provider: Provider | None,
+        feed_forward: torch.dtype,
     ) -> None:
         self._config = config
         self._sparsity = sparsity
@@ -40,7 +41,7 @@ class Block:
         self._norm2 = parameters.get("norm2.weight")
         names = ("to_q", "to_k", "to_v", "to_gate_compress")
         self._attention = Attention(config, parameters.under("attn"), heads, names)
-        self._feed_forward = FeedForward(parameters.under("ff"))
+        self._feed_forward = feed_forward_of(parameters.under("ff"), feed_forward)
 
     def __call__(
         self,

@@ -3,12 +3,13 @@
 Shapes: S rows, C hidden channels, h heads of this rank, D head dimension.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from rushes_kernels.linear import gated_linear
+from rushes_kernels.scaled_linear import E4M3, quantise_rows, scaled_gated_linear, scaled_linear
 from torch import Tensor
 
 from rushes_worker.checkpoint.configs import TransformerConfig
@@ -27,13 +28,37 @@ class FeedForward:
 
     def __call__(self, x_sC: Tensor, out_sC: Tensor | None = None) -> Tensor:
         """(s, C), in `out_sC` if that is given."""
-        num_parts = max(1, -(-len(x_sC) // _FEED_FORWARD_ROWS))
-        rows = max(1, -(-len(x_sC) // (num_parts * _ROW_MULTIPLE))) * _ROW_MULTIPLE
         if out_sC is None:
             out_sC = x_sC.new_empty(len(x_sC), len(self._down))
-        for x, out in zip(x_sC.split(rows), out_sC.split(rows), strict=True):
+        for x, out in _parts(x_sC, out_sC):
             torch.mm(gated_linear(x, self._up), self._down.T, out=out)
         return out_sC
+
+
+class ScaledFeedForward:
+    """`FeedForward` with weights in e4m3 and a scale for each output channel; rows get theirs as they come."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._up = quantise_rows(parameters.get("net.0.proj.weight"))
+        self._down = quantise_rows(parameters.get("net.2.weight"))
+
+    def __call__(self, x_sC: Tensor, out_sC: Tensor) -> Tensor:
+        """(s, C), in `out_sC`."""
+        for x, out in _parts(x_sC, out_sC):
+            hidden = scaled_gated_linear(quantise_rows(x), self._up, x.dtype)
+            scaled_linear(quantise_rows(hidden), self._down, x.dtype, out)
+        return out_sC
+
+
+def feed_forward_of(parameters: Parameters, dtype: torch.dtype) -> FeedForward | ScaledFeedForward:
+    """The layer with weights of `dtype`: e4m3 or that of `parameters`."""
+    return ScaledFeedForward(parameters) if dtype == E4M3 else FeedForward(parameters)
+
+
+def _parts(x_sC: Tensor, out_sC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    num_parts = max(1, -(-len(x_sC) // _FEED_FORWARD_ROWS))
+    rows = max(1, -(-len(x_sC) // (num_parts * _ROW_MULTIPLE))) * _ROW_MULTIPLE
+    return zip(x_sC.split(rows), out_sC.split(rows), strict=True)
 
 
 class Attention:

@@ -41,6 +41,7 @@ class Transformer:
         sparsity: share of video tiles that a video tile does not attend to.
         dtype: of linear layers and activations; both input projections, the time embedding and both output heads are
             fp32 whatever it is.
+        feed_forward: of the weights of the blocks' feed-forward layers; None: `dtype`.
         attention: what computes the fine branch; None takes the fastest provider of the device.
 
     Raises:
@@ -57,6 +58,7 @@ class Transformer:
         device: torch.device | str,
         dtype: torch.dtype,
         parallel: SequenceParallel,
+        feed_forward: torch.dtype | None = None,
         attention: Provider | str | None = None,
     ) -> None:
         head_dim = config.attention_head_dim
@@ -80,7 +82,15 @@ class Transformer:
         self._refiner = Refiner(config, parameters)
         self._modulation = Modulation(config, parameters, schedule)
         self._blocks = [
-            Block(config, parameters.under(f"transformer_blocks.{i}"), heads, sparsity, parallel, provider)
+            Block(
+                config,
+                parameters.under(f"transformer_blocks.{i}"),
+                heads,
+                sparsity,
+                parallel,
+                provider,
+                feed_forward or dtype,
+            )
             for i in range(config.num_layers)
         ]
         self._inputs = {

@@ -21,6 +21,7 @@ from rushes_core.contract import InferenceContract, load_contract
 from rushes_core.errors import NotFinite
 from rushes_core.log import get_logger
 from rushes_core.prompt import PromptTokenizer
+from rushes_kernels.scaled_linear import E4M3
 
 from rushes_worker.checkpoint.directory import Checkpoint, open_checkpoint
 from rushes_worker.checkpoint.loader import Loader, Unwatched
@@ -35,7 +36,7 @@ from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
 from rushes_worker.pipeline.clip_shape import ClipShape
 from rushes_worker.pipeline.decode import CONVERSIONS, ClipDecoder
 from rushes_worker.pipeline.denoise import Denoiser
-from rushes_worker.pipeline.footprint import check_device_holds, least_weight_bytes
+from rushes_worker.pipeline.footprint import FEED_FORWARD, check_device_holds, least_weight_bytes
 from rushes_worker.pipeline.graphs import Graphs, MemoryUse
 from rushes_worker.pipeline.options import PipelineOptions
 from rushes_worker.pipeline.outbound import Handover
@@ -58,22 +59,36 @@ class Precision:
     """Compute dtypes by component; norms, softmax, residual sums and everything near the latents are fp32 anyway."""
 
     transformer: torch.dtype
+    feed_forward: torch.dtype
+    """Of the weights and inputs of these layers of the transformer's blocks."""
     text_encoder: torch.dtype
     video_vae: torch.dtype
 
     @classmethod
-    def of(cls, device: torch.device) -> Self:
-        if device.type == "cuda":
-            return cls(torch.bfloat16, torch.bfloat16, torch.float16)
-        return cls(torch.float32, torch.float32, torch.float32)
+    def of(cls, device: torch.device, precision: str) -> Self:
+        """
+        Args:
+            precision: as `PipelineOptions` has it.
+        """
+        on_gpu = device.type == "cuda"
+        rows, vae = (torch.bfloat16, torch.float16) if on_gpu else (torch.float32, torch.float32)
+        return cls(rows, E4M3 if precision == "fp8" else rows, rows, vae)
 
     def least_bytes(self, checkpoint: Checkpoint, sp: int) -> int:
         """What the weights of every one of `sp` ranks take at the least."""
-        dtypes = {"transformer": self.transformer, "text_encoder": self.text_encoder, "vae": self.video_vae}
+        dtypes = {
+            "transformer": self.transformer,
+            FEED_FORWARD: self.feed_forward,
+            "text_encoder": self.text_encoder,
+            "vae": self.video_vae,
+        }
         return least_weight_bytes(checkpoint, sp, dtypes)
 
     def __str__(self) -> str:
-        parts = {"transformer": self.transformer, "text encoder": self.text_encoder, "video VAE": self.video_vae}
+        parts = {"transformer": self.transformer}
+        if self.feed_forward != self.transformer:
+            parts["feed-forward layers"] = self.feed_forward
+        parts |= {"text encoder": self.text_encoder, "video VAE": self.video_vae}
         return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in parts.items())
 
 
@@ -114,7 +129,7 @@ class FastH3Pipeline:
         self._config = opened.transformer_config
         self._parallel = parallel or SequenceParallel.connect(rank, sp, device)
         self._device = self._parallel.device
-        precision = Precision.of(self._device)
+        precision = Precision.of(self._device, chosen.precision)
         if self._device.type == "cuda":
             need, total = precision.least_bytes(opened, self._parallel.size), torch.cuda.mem_get_info(self._device)[1]
             check_device_holds(need, self._device, total, self._parallel.size)
@@ -129,6 +144,7 @@ class FastH3Pipeline:
         self.precision = str(precision)
         self.dtype = precision.transformer
         """Of the transformer's rows."""
+        self.feed_forward_dtype = precision.feed_forward
         self._audio_vae = None
         with Loader(opened, self._device, watch) as loader:
             with loader.component("transformer") as weights:
@@ -140,6 +156,7 @@ class FastH3Pipeline:
                     device=self._device,
                     dtype=precision.transformer,
                     parallel=self._parallel,
+                    feed_forward=precision.feed_forward,
                     attention=chosen.attention,
                 )
             with loader.component("text_encoder") as weights:

@@ -23,7 +23,9 @@ ATTENTION = ("hopper", "triton", "torch")
 GPU_ATTENTION = ("hopper", "triton")
 """Those that no CPU serves."""
 HOPPER_CAPABILITY = (9, 0)
-"""Compute capability of the devices that `hopper` is for."""
+"""Compute capability of the devices that `hopper` is for, and the least for `fp8`."""
+PRECISIONS = ("bf16", "fp8")
+"""Of a GPU's transformer. `fp8`: the feed-forward layers' weights and inputs are e4m3, all else as with `bf16`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class PipelineOptions:
 
     attention: str | None = None
     """Provider of sparse attention; None: the device decides."""
+    precision: str = "bf16"
     synthetic_seed: int | None = None
     """Weights of the released sizes are drawn from this seed; None: those of the checkpoint."""
     text_capacities: tuple[int, ...] = (1_024, 4_096, 10_240)
@@ -55,6 +58,10 @@ class PipelineOptions:
                 if value not in ATTENTION:
                     raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {value!r}")
                 chosen = replace(chosen, attention=value)
+            elif name == "precision":
+                if value not in PRECISIONS:
+                    raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {value!r}")
+                chosen = replace(chosen, precision=value)
             elif name == "weights":
                 chosen = replace(chosen, synthetic_seed=seed_of(value))
             elif name == TEXT_CAPACITIES:
@@ -71,8 +78,9 @@ class PipelineOptions:
                 chosen = replace(chosen, pixels=PixelFormat(value))
             else:
                 raise ValueError(
-                    f"this pipeline takes the options attention=PROVIDER, weights={SYNTHETIC}[:SEED], pixels=FORMAT, "
-                    f"{TEXT_CAPACITIES}=ROWS, {CAPTURE}=SHAPES and {GRAPH_BYTES}=BYTES, got {option}"
+                    f"this pipeline takes the options attention=PROVIDER, precision={'|'.join(PRECISIONS)}, "
+                    f"weights={SYNTHETIC}[:SEED], pixels=FORMAT, {TEXT_CAPACITIES}=ROWS, {CAPTURE}=SHAPES and "
+                    f"{GRAPH_BYTES}=BYTES, got {option}"
                 )
         return replace(chosen, captures=parse_captures(captures, chosen.text_capacities))
 
@@ -120,11 +128,14 @@ def check_devices_serve(options: Sequence[str] | None, devices: "Devices") -> No
     asked = f"RUSHES_PIPELINE_OPTIONS=attention={chosen.attention}: attention={chosen.attention}"
     if chosen.attention in GPU_ATTENTION and not on_gpus:
         raise ValueError(f"{asked} needs a GPU, and this worker runs on the CPU")
-    if chosen.attention == "hopper":
-        for entry, (major, minor) in zip(devices.visible, devices.capabilities, strict=True):
-            if (major, minor) != HOPPER_CAPABILITY:
-                needed = ".".join(map(str, HOPPER_CAPABILITY))
-                raise ValueError(f"{asked} needs compute capability {needed}, device {entry} has {major}.{minor}")
+    needed = ".".join(map(str, HOPPER_CAPABILITY))
+    for entry, capability in zip(devices.visible, devices.capabilities, strict=True) if on_gpus else ():
+        found = f"device {entry} has {capability[0]}.{capability[1]}"
+        if chosen.attention == "hopper" and capability != HOPPER_CAPABILITY:
+            raise ValueError(f"{asked} needs compute capability {needed}, {found}")
+        if chosen.precision == "fp8" and capability < HOPPER_CAPABILITY:
+            asked = "RUSHES_PIPELINE_OPTIONS=precision=fp8: precision=fp8"
+            raise ValueError(f"{asked} needs compute capability {needed} or more, {found}")
     if chosen.captures and not on_gpus:
         raise ValueError(
             f"RUSHES_CAPTURE={words[CAPTURE]} captures graphs of a GPU, and this worker runs on the CPU; leave it empty"
