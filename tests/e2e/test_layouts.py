@@ -8,6 +8,7 @@ import pytest
 from rushes_worker.parallel import SequenceParallel
 from support.api import API_KEY
 from support.commands import RUSHES, clean_environment
+from support.faults import canvas
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import make_clip
 from support.rendering import render_on_rank, request
@@ -32,18 +33,20 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
     settings = stack.settings(
         checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING, provenance="off", **CALM
     )
-    with Service(settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}) as service:
+    with Service(
+        settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}, api_modules=[canvas.__name__]
+    ) as service:
         (replica,) = service.jobs.replicas()
         assert (replica.layout, len(replica.detail["ranks"])) == ("r1s2", 2)
         name, status, layout, model, precision, *_ = shown_workers(service)
         assert (name, status, layout) == (replica.id.partition("#")[0], "ready", "r1s2")
         assert model.startswith("rushes/tiny-fasth3-8-step-demo@")
         assert precision == "float32"
-        rendered = service.render()
+        rendered = service.render(size=canvas.SIZE)
     frames, samples = kept_clip(kept)
 
     # codecs blow the least difference up, so the clips are compared before they are encoded ...
-    wanted = request(prompt=REQUEST["prompt"], seed=REQUEST["seed"], width=480, height=480)
+    wanted = request(prompt=REQUEST["prompt"], seed=REQUEST["seed"], width=64, height=64)
     (single,) = render_on_rank(SequenceParallel.single(), checkpoint, [wanted])
     assert single.samples is not None
     assert np.abs(frames.astype(int) - single.clip).max() <= 1

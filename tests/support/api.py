@@ -4,9 +4,8 @@ import hashlib
 import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,11 +22,13 @@ from rushes_core.storage import ObjectStore
 from rushes_core.variants import VARIANTS, VIDEO, Variant
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
+from support.forked import Forked, preload
 from support.stack import settings_env
 from support.waiting import wait_until
 
 API_KEY = "test-key-0123456789"
-TESTS = Path(__file__).parents[1]
+preload("uvicorn", "rushes_api.server")
+
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
 
 
@@ -202,22 +203,20 @@ class JobDriver:
 
 
 class ApiProcess:
-    """The API as it is run in production: a uvicorn process of its own, on a socket that listens before it starts."""
+    """The API as it is run in production: a uvicorn process of its own, on a socket that listens before it starts.
 
-    def __init__(self, settings: Settings, log: Path) -> None:
+    Args:
+        modules: what it imports before.
+    """
+
+    def __init__(self, settings: Settings, log: Path, *, modules: Sequence[str] = ()) -> None:
         self.log = log
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        fd = self._listener.fileno()
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rushes_core.starting", "support.api_process", str(fd)],
-                env=os.environ | settings_env(settings) | {"PYTHONPATH": str(TESTS)},
-                pass_fds=[fd],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        log.unlink(missing_ok=True)
+        env = os.environ | settings_env(settings)
+        self._process = Forked("support.api_process", modules, env=env, log=log, listener=self._listener)
 
     def __enter__(self) -> Self:
         return self

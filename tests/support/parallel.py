@@ -1,6 +1,5 @@
 """Ranks as real processes: one group on this machine, gone when the call returns."""
 
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rushes_worker.parallel import SequenceParallel
+from support.forked import preload
 from torch.multiprocessing import start_processes
 
-# a process imports torch for all ranks, which are forks of it: imports would take them more than what they are to do
-multiprocessing.set_forkserver_preload(["pytest", "torch", "rushes_worker.pipeline.fasth3"])
+preload("torch", "rushes_worker.pipeline.fasth3")
 
 
 def run_ranks(

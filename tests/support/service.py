@@ -1,6 +1,6 @@
 """A running Rushes for tests: API, dispatcher and worker as processes of their own, on the session's servers."""
 
-import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from rushes_core.settings import Settings
 from rushes_core.states import FINAL_STATES, JobState
 from rushes_worker.child import settings_environment
 from support.api import AUTHORIZED, ApiProcess, JobDriver
-from support.commands import RUSHES
+from support.forked import Forked, preload
 from support.stack import s3_client, settings_env
 from support.worker import Jobs, Worker, eventually
 
@@ -25,6 +25,8 @@ REQUEST: dict[str, Any] = {
     "seed": 7,
 }
 NUM_FRAMES = 107
+
+preload("rushes_cli.main", "rushes_core.dispatcher", "rushes_worker.campaigns.process")
 
 CALM = {"dispatch_seconds": 1.0}
 """Settings of a service that runs beside tests of other things: a dispatcher that looks four times a second takes a
@@ -66,14 +68,7 @@ class CommandProcess:
     """A running `rushes COMMAND`."""
 
     def __init__(self, settings: Settings, log: Path, command: str) -> None:
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*RUSHES, command],
-                env=settings_environment(settings),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = Forked("rushes_cli.main", [command], env=settings_environment(settings), log=log)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +85,13 @@ class Service:
     """Everything of Rushes between `with` and its end. Each part can be killed and started again."""
 
     def __init__(
-        self, settings: Settings, folder: Path, *, layout: str = "r1s1", worker_env: dict[str, str] | None = None
+        self,
+        settings: Settings,
+        folder: Path,
+        *,
+        layout: str = "r1s1",
+        worker_env: dict[str, str] | None = None,
+        api_modules: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         self.jobs = Jobs(settings)
@@ -98,6 +99,7 @@ class Service:
         self._folder = folder
         self._layout = layout
         self._worker_env = worker_env
+        self._api_modules = api_modules
         self._running = ExitStack()
         self._bucket = s3_client(settings_env(settings))
 
@@ -123,7 +125,9 @@ class Service:
 
     def start_api(self) -> None:
         """Start an API process, which takes the place of the one before."""
-        self.api = self._running.enter_context(ApiProcess(self.settings, self._folder / "api.log"))
+        self.api = self._running.enter_context(
+            ApiProcess(self.settings, self._folder / "api.log", modules=self._api_modules)
+        )
         self.http = self._running.enter_context(
             httpx.Client(base_url=self.api.url, headers=AUTHORIZED, timeout=60, trust_env=False)
         )

@@ -24,10 +24,13 @@ from rushes_worker.name import process_detail
 from sqlalchemy import create_engine, delete, func, select, text, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningUpdate
+from support.forked import Forked, preload
 from support.new_jobs import insert_job
 from support.processes import children, descendants
 
 T = TypeVar("T")
+
+preload("rushes_worker.launcher", "rushes_worker.node")
 
 MODEL = "fasth3-scripted"
 SCRIPTED = "support.scripted_pipeline:ScriptedPipeline"
@@ -314,6 +317,9 @@ class Worker:
     ) -> None:
         self.log = log
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
+        if not behind:
+            self._process = Forked(arguments[0], arguments[1:], env=environment, log=log)
+            return
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*behind, sys.executable, "-P", "-m", "rushes_core.starting", *arguments],
