@@ -283,8 +283,9 @@ def _join(boot: Boot) -> Agreement:
     """Join the process group of this epoch; returns how its ranks agree on a number."""
     if boot.sp == 1:
         return alone
-    import torch
-    import torch.distributed as dist
+    with importing():
+        import torch
+        import torch.distributed as dist
 
     timeout = timedelta(seconds=boot.collective_timeout_seconds)
     on_cuda = boot.device.startswith("cuda")
