@@ -41,10 +41,14 @@ class Forked:
         log: Path,
         listener: socket.socket | None = None,
     ) -> None:
+        actions = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+        inherited = {number: action for number, action in actions.items() if isinstance(action, signal.Handlers)}
         # who waits for a line in it need not wait for the file
         log.touch()
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(module, list(arguments), dict(env), log, listener))
+        self._process = context.Process(
+            target=_run, args=(module, list(arguments), dict(env), log, listener, inherited)
+        )
         self._process.start()
 
     @property
@@ -74,7 +78,17 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(module: str, arguments: list[str], env: dict[str, str], log: Path, listener: socket.socket | None) -> None:
+def _run(
+    module: str,
+    arguments: list[str],
+    env: dict[str, str],
+    log: Path,
+    listener: socket.socket | None,
+    inherited: dict[signal.Signals, signal.Handlers],
+) -> None:
+    # as a new program has them
+    for number, action in inherited.items():
+        signal.signal(number, action)
     # what was imported before the fork is not for the collector of each of them to go through
     gc.freeze()
     os.environ.clear()
