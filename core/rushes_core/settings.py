@@ -244,8 +244,9 @@ class Settings(DatabaseSettings):
     """`module:callable` that builds the pipeline of a rank."""
     pipeline_options: str = ""
     """Options of that pipeline, by commas: `precision=fp8`, feed-forward layers in 8 bits on GPUs of compute capability
-    9.0 or more, `bf16` if it is not said; `attention=hopper`, `triton` or `torch`; `pixels=yuv420p` or `rgb24`, what
-    ranks hand frames over as. Empty: the device decides. A worker without the GPU that one needs does not start."""
+    9.0 or more (on the CPU, to test it), `bf16` if it is not said; `attention=hopper`, `triton` or `torch`;
+    `pixels=yuv420p` or `rgb24`, what ranks hand frames over as. Empty: the device decides. A worker without the GPU
+    that one needs does not start."""
     text_capacities: str = "1024,4096,10240"
     """Rows that prompts share CUDA graphs for, by commas: multiples of 64 up to 16384, 16 at most. A prompt takes the
     fewest that hold its tokens, unless they add more than 2 % to the clip's rows; then as many times 64 as it needs."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from bench import measure, measure_in_turn, report, require_passing_tests
 from rushes_kernels.linear import gated_linear
-from rushes_kernels.scaled_linear import _scaled_mm, quantise_rows, scaled_gated_linear, scaled_linear
+from rushes_kernels.scaled_linear import quantise_rows, scaled_gated_linear, scaled_linear, scaled_mm
 from rushes_kernels.swiglu import swiglu
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def main() -> None:
         {
             "bf16": lambda: gated_linear(x, up),
             "e4m3": lambda: scaled_gated_linear(scaled_x, scaled_up, bf16),
-            "e4m3 apart": lambda: swiglu(_scaled_mm(scaled_x, scaled_up, bf16)),
+            "e4m3 apart": lambda: swiglu(scaled_mm(scaled_x, scaled_up, bf16)),
         },
     )
     out = torch.empty(ROWS, WIDTH, device="cuda", dtype=bf16)
@@ -45,7 +45,7 @@ def main() -> None:
         {
             "bf16": lambda: F.linear(hidden, down),
             "e4m3": lambda: scaled_linear(scaled_hidden, scaled_down, bf16, out),
-            "e4m3 apart": lambda: _scaled_mm(scaled_hidden, scaled_down, bf16),
+            "e4m3 apart": lambda: scaled_mm(scaled_hidden, scaled_down, bf16),
         },
     )
 

@@ -75,14 +75,15 @@ def scaled_linear(x: Quantised, weight: Quantised, dtype: torch.dtype, out_SM: T
     Returns:
         (S, M) of `dtype`.
     """
-    if _may_multiply(x, weight, dtype):
+    if may_run_kernel("scaled_linear", x.values_SC):
         from rushes_kernels import scaled_linear_hopper
 
         if scaled_linear_hopper.takes(x, weight, dtype, out_SM):
             return scaled_linear_hopper.scaled_linear(x, weight, dtype, out_SM)
-        product_SM = _scaled_mm(x, weight, dtype)
-    else:
-        product_SM = scaled_linear_ref(x, weight, dtype)
+        if _library_takes(x, weight, dtype):
+            product_SM = scaled_mm(x, weight, dtype)
+            return product_SM if out_SM is None else out_SM.copy_(product_SM)
+    product_SM = scaled_linear_ref(x, weight, dtype)
     return product_SM if out_SM is None else out_SM.copy_(product_SM)
 
 
@@ -100,7 +101,7 @@ def scaled_gated_linear(x: Quantised, weight: Quantised, dtype: torch.dtype) -> 
     Returns:
         (S, F) of `dtype`.
     """
-    if _may_multiply(x, weight, dtype):
+    if may_run_kernel("scaled_linear", x.values_SC) and may_run_kernel("swiglu", x.values_SC):
         from rushes_kernels import scaled_linear_hopper
 
         if scaled_linear_hopper.takes(x, weight, dtype):
@@ -113,19 +114,13 @@ def scaled_gated_linear_ref(x: Quantised, weight: Quantised, dtype: torch.dtype)
     return swiglu_ref(scaled_linear_ref(x, weight, torch.float32)).to(dtype)
 
 
-def _may_multiply(x: Quantised, weight: Quantised, dtype: torch.dtype) -> bool:
-    """Whether the device's own products of e4m3 take these."""
-    return (
-        may_run_kernel("scaled_linear", x.values_SC)
-        and dtype == torch.bfloat16
-        and x.values_SC.shape[1] % MULTIPLE == 0
-        and len(weight) % MULTIPLE == 0
-        and len(x) > 0
-    )
+def _library_takes(x: Quantised, weight: Quantised, dtype: torch.dtype) -> bool:
+    channels = x.values_SC.shape[1]
+    return dtype == torch.bfloat16 and channels % MULTIPLE == 0 and len(weight) % MULTIPLE == 0 and len(x) > 0
 
 
-def _scaled_mm(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
-    """(S, M), by the library of the device."""
+def scaled_mm(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """`scaled_linear` by the library of the device: to bf16, multiples of `MULTIPLE`, at least one row."""
     rowwise = F.ScalingType.RowWise
     return F.scaled_mm(
         x.values_SC,

@@ -19,7 +19,7 @@ def test_pixels_are_decided_by_the_device_unless_they_are_named() -> None:
         PipelineOptions.parse(["pixels=nv12"])
 
 
-def test_precision_is_that_of_the_checkpoint_unless_it_is_named() -> None:
+def test_precision_is_bf16_unless_it_is_named() -> None:
     assert PipelineOptions().precision == "bf16"
     with pytest.raises(ValueError, match="precision must be one of bf16, fp8, got 'int8'"):
         PipelineOptions.parse(["precision=int8"])

@@ -25,7 +25,8 @@ GPU_ATTENTION = ("hopper", "triton")
 HOPPER_CAPABILITY = (9, 0)
 """Compute capability of the devices that `hopper` is for, and the least for `fp8`."""
 PRECISIONS = ("bf16", "fp8")
-"""Of a GPU's transformer. `fp8`: the feed-forward layers' weights and inputs are e4m3, all else as with `bf16`."""
+"""Of the transformer; on the CPU `bf16` stands for fp32. `fp8`: weights and inputs of the feed-forward layers are e4m3,
+all else is as with `bf16`."""
 
 
 @dataclass(frozen=True, slots=True)
