@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 _MAX_DYNAMIC_SHARED_MEMORY = 8
 _SHARED_MEMORY_WITHOUT_ASKING = 48 << 10
+_UNFIT_BINARY = (200, 209, 218, 222, 300)
+"""What the driver says of the code itself: invalid image, none for this device, PTX it cannot or will not read."""
 
 
 class KernelError(RuntimeError):
@@ -108,7 +110,15 @@ class Module:
             _call("cuLaunchKernel", function, *grid, threads, 1, 1, shared_memory, stream, pointers, None)
 
     def _load(self, binary: bytes) -> bool:
-        return _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary)) == 0
+        """Whether the driver takes `binary`.
+
+        Raises:
+            DriverError: it does not say, for the state of the device.
+        """
+        status = _driver().cuModuleLoadData(ctypes.byref(self._handle), ctypes.c_char_p(binary))
+        if status and status not in _UNFIT_BINARY:
+            raise _refusal("cuModuleLoadData", status)
+        return not status
 
     def _function(self, name: str, shared_memory: int) -> ctypes.c_void_p:
         if name not in self._functions:
@@ -268,9 +278,13 @@ def _call(name: str, *arguments: object) -> None:
         DriverError: with the driver's name for the error.
     """
     if status := getattr(_driver(), name)(*arguments):
-        said = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(said))
-        raise DriverError(f"{name} failed: {(said.value or b'unknown error').decode()}")
+        raise _refusal(name, status)
+
+
+def _refusal(name: str, status: int) -> DriverError:
+    said = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(said))
+    return DriverError(f"{name} failed: {(said.value or b'unknown error').decode()}")
 
 
 def _versions() -> tuple[int, int, int]:

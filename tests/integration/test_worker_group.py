@@ -292,9 +292,10 @@ def test_checkpoint_that_no_rank_can_load_is_refused(
         ("rushes_kernels.nvrtc:KernelError", "NVRTC cannot compile rows.cu"),
         ("triton.errors:TritonError", "ptxas knows no such architecture"),
         ("builtins:RuntimeError", "CUDA error: no kernel image is available for execution on the device"),
+        ("rushes_kernels.nvrtc:DriverError", "cuLaunchKernel failed: no kernel image is available for execution"),
         ("builtins:ImportError", "libcudart.so.13: cannot open shared object file"),
     ],
-    ids=["kernel", "triton", "architecture", "library"],
+    ids=["kernel", "triton", "architecture", "driver", "library"],
 )
 def test_what_another_rank_would_come_upon_too_is_refused(
     start_group: StartGroup, monkeypatch: pytest.MonkeyPatch, kind: str, message: str

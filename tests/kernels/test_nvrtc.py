@@ -2,9 +2,11 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from rushes_kernels.nvrtc import KernelError, cache_directory, cached
+from rushes_kernels import nvrtc
+from rushes_kernels.nvrtc import DriverError, KernelError, Module, cache_directory, cached
 
 
 class Compiler:
@@ -111,3 +113,23 @@ def test_cache_follows_the_users_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert cache_directory() == Path("/home/somebody/.cache/rushes/kernels")
+
+
+def test_driver_that_refuses_for_the_state_of_the_device_leaves_the_kept_code_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    statuses = [2, 209, 0]  # out of memory, no binary for the GPU, success
+    driver = SimpleNamespace(
+        cuModuleLoadData=lambda handle, binary: statuses.pop(0), cuGetErrorString=lambda status, said: 0
+    )
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    module = Module.__new__(Module)
+    module._handle = nvrtc.ctypes.c_void_p()
+    load(tmp_path, Compiler())
+    [kept] = tmp_path.iterdir()
+    before, compiler = kept.stat().st_mtime_ns, Compiler(b"better")
+    with pytest.raises(DriverError, match="cuModuleLoadData failed"):
+        cached("kernel", [b"source"], compiler, directory=tmp_path, accept=module._load)
+    assert compiler.calls == 0
+    assert kept.stat().st_mtime_ns == before
+    assert cached("kernel", [b"source"], compiler, directory=tmp_path, accept=module._load) == b"better"

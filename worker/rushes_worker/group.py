@@ -287,14 +287,17 @@ class RankGroup:
             self._failed.add(rank)
 
     def _check_loads(self, reports: Sequence[tuple[int, Report]]) -> None:
-        """End when a rank could not be loaded; of several reasons, what is final counts, then what came first."""
+        """End when a rank could not be loaded.
+
+        Of several reasons what is final counts, then what could not be read, then what came first.
+        """
         for _, report in reports:
             if isinstance(report, Unfit):
                 self.end("unfit")
                 raise GroupUnfit(report.message)
         faults = [(rank, report) for rank, report in reports if isinstance(report, NotLoaded)]
         if faults:
-            rank, fault = min(faults, key=lambda one: one[1].at)
+            rank, fault = min(faults, key=lambda one: (not one[1].is_unreadable, one[1].at))
             self.end("not_loaded", rank=rank)
             log.warning("rank_not_loaded", epoch=self.epoch, rank=rank, reason=fault.message)
             raise self._loss(GroupNotLoaded(fault.message, rank=rank, is_unreadable=fault.is_unreadable))

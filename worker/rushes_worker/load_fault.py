@@ -20,10 +20,12 @@ def report_of(error: Exception) -> Unfit | NotLoaded:
     """What the supervisor is told of `error`."""
     if isinstance(error, CheckpointUnreadable):
         return NotLoaded(with_variable(error), time.time(), is_unreadable=True)
-    # what is raised on purpose says where in its message, which the launcher tells once for all ranks
-    if isinstance(error, RushesError | ValueError):
-        return Unfit(with_variable(error))
     told = f"{type(error).__name__}: {error}"
+    # what is raised on purpose says where in its message, which the launcher tells once for all ranks
+    if isinstance(error, RushesError) or type(error) is ValueError:
+        return Unfit(with_variable(error))
+    if isinstance(error, ValueError):
+        return Unfit(told)
     return Unfit(told) if _comes_again(error) else NotLoaded(told, time.time())
 
 
@@ -33,8 +35,8 @@ def _comes_again(error: Exception) -> bool:
         return True
     # neither is loaded where it was not used
     kernels, triton = sys.modules.get("rushes_kernels.nvrtc"), sys.modules.get("triton.errors")
-    if kernels is not None and isinstance(error, kernels.KernelError):
-        return not isinstance(error, kernels.DriverError)
+    if kernels is not None and isinstance(error, kernels.KernelError) and not isinstance(error, kernels.DriverError):
+        return True
     if triton is not None and isinstance(error, triton.TritonError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _REPEATED)

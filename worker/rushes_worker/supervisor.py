@@ -90,7 +90,7 @@ class Supervisor:
         self._plan = _plan(settings, assignment, contract)
         self._epoch = 0
         self._failures = 0
-        self._was_ready = assignment.again
+        self._may_have_served = assignment.again
         self._trouble: str | None = None
         """Why the last rank group ended; None when there was none, or another one is ready."""
         served = contract
@@ -175,7 +175,7 @@ class Supervisor:
             self._await_ready(group)
             self._serve(group)
         except GroupNotLoaded as error:
-            if error.is_unreadable and not self._was_ready:
+            if error.is_unreadable and not self._may_have_served:
                 # whoever starts the worker waits to be told, and nothing is lost by that
                 raise GroupUnfit(str(error)) from error
         except GroupLost:
@@ -218,7 +218,7 @@ class Supervisor:
                 log.info("replica_loading", epoch=group.epoch, **progress)
                 self._heartbeat.describe(detail=self._detail() | {"ranks": group.pids, "loading": progress})
         if group.is_ready:
-            self._was_ready, self._trouble = True, None
+            self._may_have_served, self._trouble = True, None
             group.relax()
             seconds = dict(group.devices[0].seconds)
             devices = [rank.device for rank in group.devices]

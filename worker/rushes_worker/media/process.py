@@ -1,7 +1,6 @@
 """The media process: encoding beside the ranks, in a process without torch.
 
-`MediaProcess` is the worker's side. The process itself talks over an inherited socket; `child.py`
-is what it does.
+`MediaProcess` is the worker's side. The process itself talks over an inherited socket; `child.py` is what it does.
 """
 
 import socket
