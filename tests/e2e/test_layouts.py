@@ -8,11 +8,10 @@ import pytest
 from rushes_worker.parallel import SequenceParallel
 from support.api import API_KEY
 from support.commands import RUSHES, clean_environment
-from support.faults import canvas
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import make_clip
 from support.rendering import render_on_rank, request
-from support.service import CALM, REQUEST, Rendered, Service
+from support.service import CALM, REQUEST, SMALL_CANVAS, Rendered, Service
 from support.stack import SharedStack
 from support.worker import eventually
 
@@ -34,7 +33,7 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
         checkpoint=checkpoint, api_key=API_KEY, scratch=tmp_path / "scratch", pipeline=KEEPING, provenance="off", **CALM
     )
     with Service(
-        settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}, api_modules=[canvas.__name__]
+        settings, tmp_path, layout="r1s2", worker_env={FOLDER: str(kept)}, api_modules=[SMALL_CANVAS]
     ) as service:
         (replica,) = service.jobs.replicas()
         assert (replica.layout, len(replica.detail["ranks"])) == ("r1s2", 2)
@@ -42,7 +41,7 @@ def test_two_ranks_render_the_clip_that_one_renders(stack: SharedStack, checkpoi
         assert (name, status, layout) == (replica.id.partition("#")[0], "ready", "r1s2")
         assert model.startswith("rushes/tiny-fasth3-8-step-demo@")
         assert precision == "float32"
-        rendered = service.render(size=canvas.SIZE)
+        rendered = service.render(size="64x64")
     frames, samples = kept_clip(kept)
 
     # codecs blow the least difference up, so the clips are compared before they are encoded ...

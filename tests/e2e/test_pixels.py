@@ -8,11 +8,10 @@ from PIL import Image
 from rushes_core.variants import THUMBNAIL
 from rushes_worker.parallel import SequenceParallel
 from support.api import API_KEY
-from support.faults import canvas
 from support.keeping_pipeline import FOLDER, KEEPING, kept_clip
 from support.media import decode_rgb, make_clip
 from support.rendering import render_on_rank, request
-from support.service import CALM, REQUEST, Service
+from support.service import CALM, REQUEST, SMALL_CANVAS, Service
 from support.stack import SharedStack
 
 
@@ -30,8 +29,8 @@ def test_ranks_that_hand_over_420_make_the_clip_that_rgb_makes(
         provenance="off",
         **CALM,
     )
-    with Service(settings, tmp_path, worker_env={FOLDER: str(kept)}, api_modules=[canvas.__name__]) as service:
-        rendered = service.render(size=canvas.SIZE)
+    with Service(settings, tmp_path, worker_env={FOLDER: str(kept)}, api_modules=[SMALL_CANVAS]) as service:
+        rendered = service.render(size="64x64")
         url = f"/v1/videos/{rendered.id}/content?variant={THUMBNAIL.name}"
         poster = service.http.get(url).raise_for_status().content
     frames, samples = kept_clip(kept)

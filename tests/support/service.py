@@ -32,6 +32,9 @@ CALM = {"dispatch_seconds": 1.0}
 """Settings of a service that runs beside tests of other things: a dispatcher that looks four times a second takes a
 tenth of a slow core."""
 
+SMALL_CANVAS = "support.faults.canvas"
+"""What an API imports that is to take 64x64; tests leave it to that: it changes the process that imports it."""
+
 RENDER_SECONDS = 150.0
 """More than any job takes, on a machine that has other things to do, with an attempt that is lost."""
 

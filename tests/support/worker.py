@@ -293,7 +293,11 @@ class Jobs:
 
 
 class Worker:
-    """A running `rushes worker`; what it still runs when the test ends is killed with it."""
+    """A running `rushes worker`; what it still runs when the test ends is killed with it.
+
+    Args:
+        python: the interpreter that runs it and starts its supervisors; without one it is a fork.
+    """
 
     def __init__(
         self,
@@ -304,8 +308,9 @@ class Worker:
         device: str = "cpu",
         nodes: int = 1,
         env: dict[str, str] | None = None,
+        python: str | None = None,
     ) -> None:
-        self._start(settings, log, ["support.worker_process", layout, device, str(nodes)], env)
+        self._start(settings, log, ["support.worker_process", layout, device, str(nodes)], env, python=python)
 
     def _start(
         self,
@@ -314,15 +319,16 @@ class Worker:
         arguments: Sequence[str],
         env: dict[str, str] | None,
         behind: Sequence[str] = (),
+        python: str | None = None,
     ) -> None:
         self.log = log
         environment = settings_environment(settings) | {"PYTHONPATH": str(TESTS)} | (env or {})
-        if not behind:
+        if not behind and python is None:
             self._process = Forked(arguments[0], arguments[1:], env=environment, log=log)
             return
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*behind, sys.executable, "-P", "-m", "rushes_core.starting", *arguments],
+                [*behind, python or sys.executable, "-P", "-m", "rushes_core.starting", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -383,10 +389,15 @@ def starting_workers(settings: Settings, log: Path) -> Iterator[StartWorker]:
     with ExitStack() as running:
 
         def start(
-            *, layout: str = "r1s1", env: dict[str, str] | None = None, log: Path | None = None, **changes: Any
+            *,
+            layout: str = "r1s1",
+            env: dict[str, str] | None = None,
+            log: Path | None = None,
+            python: str | None = None,
+            **changes: Any,
         ) -> Worker:
             chosen = settings.model_copy(update=changes)
-            return running.enter_context(Worker(chosen, log or usual, layout=layout, env=env))
+            return running.enter_context(Worker(chosen, log or usual, layout=layout, env=env, python=python))
 
         yield start
 
