@@ -11,13 +11,11 @@ unset PYTHONDONTWRITEBYTECODE
 
 WAITING="tests/integration tests/faults"
 WORKERS="$(echo tests/integration/test_worker_*.py) tests/integration/test_node_backlog.py tests/faults"
-# the tests of workers end first: what follows them would make the part that computes the last
-AFTER_WORKERS=tests/media
 FUZZ=tests/integration/test_api_fuzz.py
 COMPUTING=$FUZZ
 for folder in tests/*/; do
     folder=${folder%/}
-    case " $WAITING $AFTER_WORKERS " in
+    case " $WAITING " in
         *" $folder "*) ;;
         *) [ -z "$(find "$folder" -name 'test_*.py')" ] || COMPUTING="$COMPUTING $folder" ;;
     esac
@@ -37,7 +35,7 @@ trap 'interrupted=143; kill -INT ${computing-} ${workers-} ${waiting-} 2>/dev/nu
 nice -n 10 .venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $COMPUTING >"$work/computing" 2>&1 &
 computing=$!
 # shellcheck disable=SC2086
-.venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $WORKERS $AFTER_WORKERS >"$work/workers" 2>&1 &
+.venv/bin/python -c "$HEED" .venv/bin/pytest -p no:cacheprovider -m 'not long' $WORKERS >"$work/workers" 2>&1 &
 workers=$!
 ignored="--ignore $FUZZ"
 for path in $WORKERS; do ignored="$ignored --ignore $path"; done

@@ -97,7 +97,9 @@ def test_clip_after_clip_takes_no_more_memory_files_or_threads(media: MediaProce
         # it answers before it has tidied up after an error
         wait_until(lambda: held(media) == idle)
         memory.append(status(media.pid, "VmRSS"))
-    assert max(memory[-12:]) - max(memory[12:24]) < 4_096
+    # on a busy machine a clip may find the process up to 8 MiB above its least, by what its threads are at; the frames
+    # of the 42 clips between take 27 MiB
+    assert min(memory[-12:]) - min(memory[12:24]) < 6_144
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what it sets is glibc's")
