@@ -1,15 +1,20 @@
 """How jobs ended, as it is counted."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from rushes_core import ends, jobs
+from rushes_core.campaigns import closing
 from rushes_core.dispatcher import Dispatcher
+from rushes_core.models import Job
 from rushes_core.settings import Settings
-from rushes_core.states import FINAL_STATES
+from rushes_core.states import FINAL_STATES, JobState
 from rushes_core.video import RETRYABLE_ERRORS
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, func, text, update
+from sqlalchemy.orm import Session
+from support.campaign_rows import CampaignRows
 from support.job_rows import ERROR, RESULT, JobRows
 
 
@@ -89,6 +94,43 @@ def test_dispatchers_that_count_at_once_count_each_end_once(
     assert counted(rows.engine) == {("failed", f"c{n}"): 100 for n in range(5)}
     for dispatcher in dispatchers:
         dispatcher.close()
+
+
+def close_campaign(rows: JobRows) -> None:
+    with Session(rows.engine) as session, session.begin():
+        found = session.execute(closing.to_close()).one()
+        session.execute(closing.close_some(found.id, found.target, found.why))
+
+
+def test_every_end_that_is_neither_a_clip_nor_a_failure_is_known_with_its_code(rows: JobRows) -> None:
+    rows.add(deadline_at=func.now() - timedelta(seconds=1))
+    rows.run(jobs.expire())
+    again = rows.running()
+    rows.run(jobs.retry_or_fail(again.id, fence=again.fence or 0, error=ERROR, crashed=False))
+    late = update(Job).where(Job.id == again.id).values(deadline_at=func.now() - timedelta(seconds=1))
+    rows.run(late.returning(Job))
+    rows.run(jobs.expire())
+    rows.run(jobs.cancel(rows.add().id, project="default"))
+
+    campaigns = CampaignRows(rows.engine)
+    campaigns.measure(p50=8, p90=10)
+    campaigns.campaign(budget_gpu_seconds=15, on_budget="cancel")
+    campaigns.feed()
+    campaigns.complete(campaigns.take(9, campaigns.claim_and_start()))
+    campaigns.feed()
+    close_campaign(rows)
+    campaigns.campaign(max_failures=1, on_failure="cancel")
+    campaigns.feed()
+    campaigns.fail(campaigns.claim_and_start())
+    campaigns.feed()
+    close_campaign(rows)
+    campaigns.campaign(expires_at=func.now())
+    close_campaign(rows)
+    ended = counted(rows.engine)
+    campaigns.clear()
+
+    others = (JobState.COMPLETED, JobState.FAILED)
+    assert {pair for pair in ended if pair[0] not in others} == {pair for pair in ends.KNOWN if pair[0] not in others}
 
 
 def test_every_code_is_told_of_from_the_beginning() -> None:
