@@ -170,9 +170,9 @@ def run(settings: Settings) -> int:
     calls = Calls(dispatcher.glance, called)
 
     def sweep() -> None:
-        sweeper.sweep()
-        # what nothing and nobody else does: a dispatcher that cannot is as good as none
-        dispatcher.beat()
+        # what nothing and nobody else does: a dispatcher that cannot end dead attempts is as good as none
+        if sweeper.sweep():
+            dispatcher.beat()
 
     repeated: list[tuple[str, float, Callable[[], object]]] = [
         ("glance", settings.dispatch_seconds, calls.look),

@@ -98,20 +98,25 @@ class Sweeper:
         self._expire_files = files.expire()
         self._forget_stale_replicas = replicas.forget_stale_replicas(lease_seconds=settings.lease_seconds)
 
-    def sweep(self) -> None:
+    def sweep(self) -> bool:
         """End dead attempts, expire late jobs, forget silent replicas. Touches nothing else: what holds that up must
         not look like an outage.
 
         A database that was away took no renewal from anybody: when it is back, replicas get time to say that they
         live before their attempts are ended and count as crashes.
+
+        Returns:
+            Whether dead attempts were ended, if there were any: not within that time.
         """
+        is_reaping = time.monotonic() >= self._reap_from
         try:
-            if time.monotonic() >= self._reap_from:
+            if is_reaping:
                 self._reap()
             self._expire()
         except DBAPIError:
             self._reap_from = time.monotonic() + _AFTER_OUTAGE_SECONDS
             raise
+        return is_reaping
 
     def purge(self) -> None:
         """Remove the objects of deleted jobs and what is in their rows of the request; and those of files that were
