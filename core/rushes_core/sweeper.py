@@ -23,6 +23,7 @@ from rushes_core.object_keys import FILES, RESULTS, Destination, bucket_of_resul
 from rushes_core.settings import Settings
 from rushes_core.states import LEASED_STATES
 from rushes_core.storage import ObjectStore, StoredItem
+from rushes_core.webhooks import deliveries
 
 log = get_logger(__name__)
 
@@ -154,13 +155,15 @@ class Sweeper:
         _raise_first(failures)
 
     def tidy(self) -> list[str]:
-        """Remove what has had its time: old keys, events and dry runs, idle shares, unfinished uploads, clips beyond
-        retention.
+        """Remove what has had its time: old keys, deliveries of webhooks, events and dry runs, idle shares, unfinished
+        uploads, clips beyond retention.
 
         What fails is logged and left to the next pass; the rest is done all the same. The names of what failed.
         """
         failed: list[str] = []
-        rows = (self._forget_keys, self._forget_events, self._forget_dry_runs, self._forget_idle_shares)
+        # an event stays for as long as its deliveries
+        webhooks = (self._forget_deliveries, self._forget_events)
+        rows = (self._forget_keys, *webhooks, self._forget_dry_runs, self._forget_idle_shares)
         for step in (*rows, self._abort_uploads, self._remove_outlived):
             try:
                 step()
@@ -323,6 +326,14 @@ class Sweeper:
             with self._engine.begin() as connection:
                 if not connection.execute(leftovers.forget_idempotency_keys()).all():
                     return
+
+    def _forget_deliveries(self) -> None:
+        count = deliveries.MAX_AT_ONCE
+        while count >= deliveries.MAX_AT_ONCE:
+            with self._engine.begin() as connection:
+                count = len(connection.execute(deliveries.forget()).all())
+            if count:
+                log.info("deliveries_forgotten", count=count)
 
     def _forget_events(self) -> None:
         after: int | None = 0
