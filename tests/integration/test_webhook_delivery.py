@@ -50,9 +50,32 @@ CREATE TRIGGER take_long BEFORE UPDATE ON webhook_deliveries FOR EACH ROW WHEN (
 EXECUTE FUNCTION take_long()
 """)
         )
-    yield
+    try:
+        yield
+    finally:
+        with hooks.engine.begin() as connection:
+            connection.execute(text("DROP FUNCTION take_long CASCADE"))
+
+
+@contextmanager
+def few_outcomes(hooks: Hooks, *, at_most: int) -> Iterator[None]:
+    """Have the database refuse more outcomes than that at once."""
     with hooks.engine.begin() as connection:
-        connection.execute(text("DROP FUNCTION take_long CASCADE"))
+        connection.execute(
+            text(f"""
+CREATE FUNCTION take_few() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
+    IF (SELECT count(*) FROM written WHERE state = 'delivered') > {at_most} THEN RAISE 'too many'; END IF;
+    RETURN NULL;
+END$$;
+CREATE TRIGGER take_few AFTER UPDATE ON webhook_deliveries REFERENCING NEW TABLE AS written
+FOR EACH STATEMENT EXECUTE FUNCTION take_few()
+""")
+        )
+    try:
+        yield
+    finally:
+        with hooks.engine.begin() as connection:
+            connection.execute(text("DROP FUNCTION take_few CASCADE"))
 
 
 def still(connection: Connection) -> bool:
@@ -408,6 +431,46 @@ class TestSeveral:
             wait_until(lambda: len(hooks.deliveries(state="delivered")) == 30)
         assert len(receiver.received) == 30
         assert {one.attempts for one in hooks.deliveries()} == {1}
+
+    def test_a_sender_that_stops_writes_down_all_in_as_many_pieces_as_the_database_takes(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings
+    ) -> None:
+        answers = threading.Event()
+
+        def wait(connection: Any, received: Received) -> None:
+            assert answers.wait(60)
+            reply(200)(connection, received)
+
+        receiver.always("/hook", wait)
+        hooks.register(receiver.url())
+        for _ in range(100):
+            hooks.completed()
+        with few_outcomes(hooks, at_most=12):
+            with SenderThread(settings.model_copy(update={"webhook_concurrency": 128})) as sender:
+                wait_until(lambda: len(receiver.received) == 100)
+                sender.stop()
+                answers.set()
+            assert len(hooks.deliveries(state="delivered")) == 100
+
+    def test_a_sender_stops_although_the_database_is_silent(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sender_module, "FINISH_SECONDS", 2.0)
+        answer = threading.Event()
+
+        def wait(connection: Any, received: Received) -> None:
+            assert answer.wait(60)
+            reply(200)(connection, received)
+
+        hooks.register(receiver.url())
+        receiver.script("/hook", wait)
+        hooks.completed()
+        with relayed(settings) as (through, proxy), SenderThread(through) as sender:
+            wait_until(lambda: receiver.received)
+            proxy.freeze()
+            sender.stop()
+            answer.set()
+        assert hooks.delivery().state == "delivering"
 
     def test_what_was_delivered_is_written_down_while_nothing_can_be_claimed(
         self, hooks: Hooks, receiver: Receiver, settings: Settings

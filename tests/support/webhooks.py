@@ -7,6 +7,7 @@ import subprocess
 import threading
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -206,6 +207,10 @@ class SenderThread:
     def wake(self) -> None:
         self._loop.call_soon_threadsafe(self._sender.wake)
 
+    def stop(self) -> None:
+        """Ask it to end, and go on."""
+        self._loop.call_soon_threadsafe(self._sender.stop)
+
     def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(20)
@@ -214,7 +219,9 @@ class SenderThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._sender.stop)
+        # it may have ended
+        with suppress(RuntimeError):
+            self.stop()
         self._thread.join(30)
         assert not self._thread.is_alive()
 

@@ -63,6 +63,8 @@ REAP_SECONDS = 5.0
 TIDY_SECONDS = 60.0
 STOP_SECONDS = 10.0
 """How long requests that are under way may go on after a stop was asked for."""
+FINISH_SECONDS = 20.0
+"""How long it may be until then that all outcomes are written, too."""
 _OUTAGE_SECONDS = 1.0
 
 
@@ -129,7 +131,8 @@ class Sender:
             while not self._stopping:
                 self._wake.clear()
                 try:
-                    await self._settle_done()
+                    while (self._done or self._unsent) and not self._stopping:
+                        await self._settle_some(TURN_SECONDS)
                     # leases run from the beginning of the transaction, however long it waits
                     began = time.monotonic()
                     claimed = await within(self._claim(), TURN_SECONDS)
@@ -157,20 +160,21 @@ class Sender:
             await self._finish()
         await self._engine.dispose()
 
-    async def _settle_done(self) -> None:
-        """Write down how requests went that have ended, and give back what was not sent, some at a time: what was
+    async def _settle_some(self, seconds: float) -> None:
+        """Write down how some of the requests went that have ended, and give back what was not sent: what was
         committed stays so, and is not made again."""
-        while self._done or self._unsent:
-            outcomes, unsent = self._done[: self._max_settled], list(self._unsent)
-            try:
-                await within(self._write(outcomes, unsent), TURN_SECONDS)
-            except (DBAPIError, PoolTimeout, OSError):
-                self._max_settled = max(1, len(outcomes) // 4)
-                raise
-            self._max_settled = min(MAX_SETTLED, 2 * self._max_settled)
-            del self._done[: len(outcomes)]
-            self._unsent = [one for one in self._unsent if one not in unsent]
-            self._told_ends.difference_update(outcome.id for outcome in outcomes)
+        outcomes, unsent = self._done[: self._max_settled], list(self._unsent)
+        try:
+            await within(self._write(outcomes, unsent), seconds)
+        except (DBAPIError, PoolTimeout, OSError):
+            self._max_settled = max(1, len(outcomes) // 4)
+            raise
+        # slow is not silent
+        self._turned_at = time.monotonic()
+        self._max_settled = min(MAX_SETTLED, 2 * self._max_settled)
+        del self._done[: len(outcomes)]
+        self._unsent = [one for one in self._unsent if one not in unsent]
+        self._told_ends.difference_update(outcome.id for outcome in outcomes)
 
     async def _write(self, outcomes: list[Outcome], unsent: list[tuple[str, int]]) -> None:
         async with self._engine.begin() as connection:
@@ -311,6 +315,7 @@ class Sender:
 
     async def _finish(self) -> None:
         """Let requests that are under way end, and settle them. Others' outcome is unknown: they are made again."""
+        finished_by = time.monotonic() + FINISH_SECONDS
         if self._under_way:
             await asyncio.wait(list(self._under_way), timeout=STOP_SECONDS)
         cut_off = list(self._under_way)
@@ -320,13 +325,17 @@ class Sender:
         fewest = self._max_settled
         while self._done or self._unsent:
             try:
-                await self._settle_done()
+                # what takes too long leaves time for fewer
+                await self._settle_some((finished_by - time.monotonic()) / 2)
             except (DBAPIError, PoolTimeout, OSError) as error:
                 # once more with fewer, if it may have been too many
                 if self._max_settled >= fewest:
                     log.warning("webhook_turn_failed", error=str(error).splitlines()[0])
                     return
                 fewest = self._max_settled
+            else:
+                # the next ones are more again: that those fail is no reason to give up
+                fewest = MAX_SETTLED
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -334,11 +343,17 @@ class Sender:
                 await self._wake.wait()
 
     async def _repeat(self, name: str, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
+        failing = False
         while True:
             try:
                 await action()
             except (DBAPIError, PoolTimeout, OSError) as error:
-                log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+                # once for an outage
+                if not failing:
+                    log.warning(f"{name}_failed", error=str(error).splitlines()[0])
+                failing = True
+            else:
+                failing = False
             await asyncio.sleep(seconds)
 
     async def _beat(self) -> None:
@@ -351,7 +366,7 @@ class Sender:
             log.warning("webhook_sender_lost", delivery_id=lost.delivery_id, attempt=lost.number)
 
     async def _tidy(self) -> None:
-        for statement in (deliveries.give_up(), deliveries.cancel_left_over(), deliveries.forget()):
+        for statement in (deliveries.give_up(), deliveries.cancel_left_over()):
             count = deliveries.MAX_AT_ONCE
             while count >= deliveries.MAX_AT_ONCE:
                 count = len(await self._execute(statement))
