@@ -39,6 +39,9 @@ def _sweep(sweeper: Sweeper) -> int:
     if sweeper.num_stuck:
         noun = "job or file" if sweeper.num_stuck == 1 else "jobs or files"
         problems.append(f"objects of {sweeper.num_stuck} {noun} could not be removed, and stay")
+    if sweeper.num_unsure:
+        noun = "job" if sweeper.num_unsure == 1 else "jobs"
+        problems.append(f"{sweeper.num_unsure} {noun} removed before could not be looked at for objects that came late")
     for problem in problems:
         print(f"rushes sweep: {problem}", file=sys.stderr)
     return 1 if problems else 0

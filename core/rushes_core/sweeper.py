@@ -38,7 +38,7 @@ _Owner = TypeVar("_Owner", Job, File)
 _PURGED_AGAIN_HOURS = 24
 _MAX_FAILURES = 20
 """Jobs or files whose objects stay after which a pass ends: the store is down, or refuses everything. The next one goes
-on behind them."""
+on behind them. A patient one asks their bucket then whether it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,48 @@ class _Removal(Generic[_Owner]):
     find: Callable[..., Select[_Owner]]
     by: str
     """The column that orders them."""
-    remove: Callable[[_Owner], object]
+    store_of: Callable[[_Owner], ObjectStore]
+    """The bucket that their objects lie in."""
+    remove: Callable[[_Owner], int]
     mark: Callable[[str], Update]
     event: str
     after: leftovers.Place | None = None
     """Where the next pass goes on."""
+
+
+class _Failures:
+    """Those of one pass, by bucket: what one keeps holds up nothing in others.
+
+    Args:
+        is_patient: a bucket that gives nothing away is tried on while it answers.
+    """
+
+    def __init__(self, *, is_patient: bool) -> None:
+        self.is_patient = is_patient
+        self._num_since_answer: Counter[str] = Counter()
+        self._left_alone: dict[str, StorageError] = {}
+        self.first: StorageError | None = None
+        self.num = 0
+
+    def left_alone(self, store: ObjectStore) -> StorageError | None:
+        """Why this bucket is not tried any more in this pass; None if it is."""
+        return self._left_alone.get(store.bucket)
+
+    def add(self, store: ObjectStore, error: StorageError) -> None:
+        self.first = self.first or error
+        self.num += 1
+        self._num_since_answer[store.bucket] += 1
+        if self._num_since_answer[store.bucket] < _MAX_FAILURES:
+            return
+        if self.is_patient:
+            try:
+                store.check()
+            except StorageError as reason:
+                error = reason
+            else:
+                self._num_since_answer[store.bucket] = 0
+                return
+        self._left_alone[store.bucket] = error
 
 
 class Sweeper:
@@ -76,19 +113,34 @@ class Sweeper:
         self._is_patient = is_patient
         self.num_stuck = 0
         """Jobs and files whose objects stayed, in all passes."""
+        self.num_unsure = 0
+        """Jobs whose objects were removed before, and of which nobody could see whether any came late."""
+        self._failures = _Failures(is_patient=is_patient)
         self._engine: Engine = create_sync_engine(settings, pool_size=2)
         self._store = ObjectStore(settings)
         self._deleted_jobs = _Removal(
-            leftovers.unpurged, "deleted_at", self._remove_objects_of, leftovers.mark_purged, "job_purged"
+            leftovers.unpurged,
+            "deleted_at",
+            self._store_of,
+            self._remove_objects_of,
+            leftovers.mark_purged,
+            "job_purged",
         )
         self._deleted_files = _Removal(
-            files.unpurged, "deleted_at", self._remove_object_of, files.mark_purged, "file_purged"
+            files.unpurged,
+            "deleted_at",
+            lambda file: self._store,
+            self._remove_object_of,
+            files.mark_purged,
+            "file_purged",
         )
         outlived: list[tuple[Callable[..., Select[Job]], str]] = [(leftovers.results_past_their_time, "retain_until")]
         if settings.retention_days:
             outlived.append((partial(leftovers.outlived_results, days=settings.retention_days), "finished_at"))
         self._outlived = [
-            _Removal(find, by, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived")
+            _Removal(
+                find, by, self._store_of, self._remove_objects_of, leftovers.mark_result_removed, "result_outlived"
+            )
             for find, by in outlived
         ]
         self._orphan_age = timedelta(seconds=settings.orphan_age_seconds)
@@ -130,29 +182,22 @@ class Sweeper:
         self._remove_objects(self._deleted_files)
 
     def purge_again(self) -> None:
-        """Remove what an attempt that had lost its lease may have stored after its deleted job was purged."""
+        """Remove what an attempt that had lost its lease may have stored after its deleted job was purged.
+
+        Raises:
+            StorageError: some may be left. The first of them.
+        """
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
-        failures: list[StorageError] = []
-        num_failed: Counter[str | None] = Counter()
+        failures = self._failures_of_pass()
         for job in purged:
-            bucket = Destination.of(job.request).bucket
-            # what one bucket keeps holds up nothing in others
-            if num_failed[bucket] == _MAX_FAILURES:
-                if not self._is_patient:
-                    continue
-                self._store.check()
-                num_failed[bucket] = 0
-            try:
-                count = self._remove_objects_of(job)
-            except StorageError as error:
-                failures.append(error)
-                num_failed[bucket] += 1
-                self.num_stuck += 1
-                continue
-            if count:
+            count = _try(job, self._store_of(job), self._remove_objects_of, failures, "late_objects_may_stay")
+            if count is None:
+                self.num_unsure += 1
+            elif count:
                 log.info("late_objects_removed", job_id=job.id, count=count)
-        _raise_first(failures)
+        if failures.first is not None:
+            raise failures.first
 
     def tidy(self) -> list[str]:
         """Remove what has had its time: old keys, deliveries of webhooks, events and dry runs, idle shares, unfinished
@@ -212,10 +257,16 @@ class Sweeper:
         for replica_id in forgotten:
             log.info("replica_forgotten", replica=replica_id)
 
+    def _failures_of_pass(self) -> _Failures:
+        # all that a patient one does is one pass
+        return self._failures if self._is_patient else _Failures(is_patient=False)
+
+    def _store_of(self, job: Job) -> ObjectStore:
+        return self._store.in_bucket(Destination.of(job.request).bucket)
+
     def _remove_objects_of(self, job: Job) -> int:
-        destination = Destination.of(job.request)
-        prefix = destination.prefix(job.project, job.id)
-        store = self._store.in_bucket(destination.bucket)
+        prefix = Destination.of(job.request).prefix(job.project, job.id)
+        store = self._store_of(job)
         count = self._remove_below(prefix, store)
         if job.result is not None:
             of_result = self._store.in_bucket(bucket_of_result(job.request, job.result))
@@ -285,8 +336,9 @@ class Sweeper:
         for removal in self._outlived:
             self._remove_objects(removal)
 
-    def _remove_object_of(self, file: File) -> None:
+    def _remove_object_of(self, file: File) -> int:
         self._store.delete_keys([file_key(file.project, file.id)])
+        return 1
 
     def _remove_objects(self, removal: _Removal[_Owner]) -> None:
         """Remove the objects of every job or file that is found, and mark each.
@@ -294,32 +346,21 @@ class Sweeper:
         One whose objects stay is passed over until all others were tried: locked objects must not hold up others,
         however many they are.
         """
-        failures = 0
-        while True:
+        failures = self._failures_of_pass()
+        while self._is_patient or failures.num < _MAX_FAILURES:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
                 found = session.scalars(removal.find(after=removal.after)).all()
             if not found:
                 removal.after = None
                 return
             for row in found:
-                said = {"job_id" if isinstance(row, Job) else "file_id": row.id}
-                try:
-                    removal.remove(row)
-                except StorageError as error:
-                    failures += 1
+                if _try(row, removal.store_of(row), removal.remove, failures, "objects_stay") is None:
                     self.num_stuck += 1
-                    log.warning("objects_stay", error=str(error).splitlines()[0], **said)
                 else:
                     with self._engine.begin() as connection:
                         connection.execute(removal.mark(row.id))
-                    log.info(removal.event, **said)
+                    log.info(removal.event, **_named(row))
                 removal.after = getattr(row, removal.by), row.id
-            if failures >= _MAX_FAILURES:
-                if not self._is_patient:
-                    return
-                # of a store that is away everything would stay
-                self._store.check()
-                failures = 0
 
     def _forget_keys(self) -> None:
         while True:
@@ -372,6 +413,29 @@ class Sweeper:
                 connection.execute(leftovers.forget_idle_shares())
         except OperationalError as error:
             log.debug("shares_busy", error=str(error).splitlines()[0])
+
+
+def _try(
+    row: _Owner, store: ObjectStore, remove: Callable[[_Owner], int], failures: _Failures, event: str
+) -> int | None:
+    """How many objects of a job or file in this bucket were removed. None where that failed, which is logged as
+    `event`, or was not tried any more."""
+    error = failures.left_alone(store)
+    if error is None:
+        try:
+            return remove(row)
+        except StorageError as failure:
+            error = failure
+            failures.add(store, error)
+    elif not failures.is_patient:
+        # the next pass may come to it, and would name it again and again
+        return None
+    log.warning(event, error=str(error).splitlines()[0], **_named(row))
+    return None
+
+
+def _named(row: Job | File) -> dict[str, str]:
+    return {"job_id" if isinstance(row, Job) else "file_id": row.id}
 
 
 def _raise_first(failures: list[StorageError]) -> None:

@@ -1,19 +1,22 @@
 """What a bucket that is gone, or gives nothing away, keeps the sweeper from: nothing elsewhere."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rushes_cli.main import main
 from rushes_core import jobs, leftovers
+from rushes_core import sweeper as sweeper_module
 from rushes_core.errors import StorageError
-from rushes_core.models import Job
+from rushes_core.models import IdempotencyKey, Job
 from rushes_core.object_keys import FILES, file_key, result_key
 from rushes_core.settings import Settings
 from rushes_core.storage import ObjectStore
 from rushes_core.store_upload import PART_BYTES
 from rushes_core.sweeper import Sweeper
+from sqlalchemy import func, insert, select
 from support.job_rows import JobRows
 from support.later import TwoDaysAhead
 from support.media import file_sha256
@@ -65,7 +68,9 @@ def test_the_command_goes_on_past_all_that_stays_and_tells_how_much_that_is(
     assert main(["sweep"]) == 1
     assert rows.read(free.id).purged_at is not None
     assert [rows.read(job.id).purged_at for job in stuck] == [None] * 41
-    assert "objects of 64 jobs or files could not be removed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "objects of 41 jobs or files could not be removed" in said
+    assert "23 jobs removed before could not be looked at" in said
     monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: settings)
     assert main(["sweep"]) == 0
 
@@ -85,9 +90,42 @@ def test_the_command_ends_when_the_store_is_away(
     monkeypatch.setattr(ObjectStore, "delete_prefix", refuse)
     for _ in range(45):
         deleted(rows)
+    with rows.engine.begin() as connection:
+        key = dict.fromkeys(("project", "api_key", "route", "key", "fingerprint"), "old")
+        connection.execute(insert(IdempotencyKey).values(**key, created_at=func.now() - timedelta(days=2)))
     assert main(["sweep"]) == 1
     assert len(tried) == 20
-    assert capsys.readouterr().err.startswith("rushes sweep: ")
+    assert "objects of 45 jobs or files could not be removed, and stay\n" in capsys.readouterr().err
+    with rows.engine.connect() as connection:
+        assert not connection.execute(select(IdempotencyKey)).all()
+
+
+def test_the_command_tries_a_bucket_that_is_away_no_more_and_all_of_others(
+    settings: Settings, rows: JobRows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = settings.model_copy(update={"s3_output_buckets": GONE})
+    monkeypatch.setattr("rushes_cli.sweep.load_settings", lambda: named)
+    logged: list[str] = []
+    monkeypatch.setattr("rushes_cli.sweep.configure_logging", lambda *arguments, **options: None)
+    monkeypatch.setattr(sweeper_module.log, "warning", lambda event, **values: logged.append(values.get("job_id", "")))
+    tried: list[str] = []
+    delete_prefix = ObjectStore.delete_prefix
+
+    def note(store: ObjectStore, prefix: str) -> int:
+        tried.append(store.bucket)
+        return delete_prefix(store, prefix)
+
+    monkeypatch.setattr(ObjectStore, "delete_prefix", note)
+    stuck = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(30)]
+    free = [deleted(rows) for _ in range(3)]
+    late = [deleted(rows, request={"output": {"bucket": GONE}}) for _ in range(5)]
+    for job in late:
+        rows.run(leftovers.mark_purged(job.id).returning(Job))
+    assert main(["sweep"]) == 1
+    assert tried.count(GONE) == 20
+    assert all(rows.read(job.id).purged_at is not None for job in free)
+    assert {job.id for job in (*stuck, *late)} <= set(logged)
+    assert "objects of 30 jobs or files" in capsys.readouterr().err
 
 
 def test_jobs_in_a_bucket_that_is_gone_for_good_are_purged(settings: Settings, rows: JobRows) -> None:
