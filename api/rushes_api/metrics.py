@@ -231,7 +231,7 @@ def _end_figures(reading: _Reading) -> Metric:
 def _silence_figures(reading: _Reading) -> Metric:
     family = GaugeMetricFamily(
         "rushes_process_silent_seconds",
-        "Since one of these processes did its work; infinite if none ever did",
+        "Since a dispatcher or a sender did its work, or a loader ran; infinite if none ever did",
         labels=["process"],
     )
     for process in beats.PROCESSES:

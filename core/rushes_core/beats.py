@@ -16,7 +16,7 @@ PROCESSES = (DISPATCHER, LOADER, SENDER)
 
 
 def beat(process: str) -> Insert:
-    """One process of this kind has just done what it repeats."""
+    """One process of this kind has just done what it repeats; a loader: runs."""
     statement = insert(Beat).values(process=process)
     return statement.on_conflict_do_update(index_elements=[Beat.process], set_={"at": func.now()})
 
