@@ -14,6 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import SecretStr
 from redis import Redis
+from rushes_core import beats
 from rushes_core.dispatcher import Dispatcher
 from rushes_core.queue import WEBHOOK_QUEUE
 from rushes_core.settings import Settings
@@ -21,7 +22,7 @@ from rushes_core.webhooks import deliveries, endpoints
 from rushes_core.webhooks.schedule import DELAYS
 from rushes_core.webhooks.signing import PublicKeys, SigningSecret, Vault
 from rushes_worker.webhooks import sender as sender_module
-from sqlalchemy import Connection, select, text, true
+from sqlalchemy import Connection, Executable, select, text, true
 from standardwebhooks import Webhook
 from support.proxy import relayed
 from support.receiver import Received, Receiver, hang, reply
@@ -491,6 +492,58 @@ class TestSeveral:
             claims_wait.set()
             wait_until(lambda: still(connection) and hooks.delivery().state == "delivered")
         assert len(receiver.received) == 1
+
+    def test_a_sender_that_can_only_write_down_what_was_delivered_works(
+        self, hooks: Hooks, receiver: Receiver, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(beats, "BEAT_SECONDS", 0.5)
+        asked, answer = threading.Event(), threading.Event()
+
+        def wait(connection: Any, received: Received) -> None:
+            asked.set()
+            assert answer.wait(60)
+            reply(200)(connection, received)
+
+        def silence() -> float:
+            with hooks.engine.connect() as connection:
+                silences = {process: float(seconds) for process, seconds in connection.execute(beats.silences())}
+            return silences.get(beats.SENDER, 60.0)
+
+        receiver.script("/hook", wait)
+        hooks.register(receiver.url())
+        hooks.completed()
+        with SenderThread(settings), hooks.engine.begin() as connection:
+            assert asked.wait(60)
+            wait_until(lambda: still(connection) and silence() < 1)
+            connection.execute(deliveries.lock_claims())
+            wait_until(lambda: still(connection) and silence() > 3)
+            answer.set()
+            wait_until(lambda: still(connection) and silence() < 1)
+
+    def test_a_sender_that_cannot_say_that_it_works_logs_so_once(
+        self, hooks: Hooks, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(beats, "BEAT_SECONDS", 0.2)
+        logged: list[str] = []
+        monkeypatch.setattr(sender_module.log, "warning", lambda event, **values: logged.append(event))
+        num_tried = 0
+        execute = sender_module.Sender._execute
+
+        async def count(sender: sender_module.Sender, *statements: Executable) -> Any:
+            nonlocal num_tried
+            num_tried += any("beats" in str(statement) for statement in statements)
+            return await execute(sender, *statements)
+
+        monkeypatch.setattr(sender_module.Sender, "_execute", count)
+        with hooks.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE beats RENAME TO elsewhere"))
+        try:
+            with SenderThread(settings):
+                wait_until(lambda: num_tried > 3)
+        finally:
+            with hooks.engine.begin() as connection:
+                connection.execute(text("ALTER TABLE elsewhere RENAME TO beats"))
+        assert logged == ["webhook_beat_failed"]
 
     def test_endpoints_that_fail_leave_room_for_those_that_do_not(self, hooks: Hooks, receiver: Receiver) -> None:
         for number in range(4):

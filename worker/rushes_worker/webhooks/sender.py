@@ -342,24 +342,27 @@ class Sender:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
 
-    async def _repeat(self, name: str, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
+    async def _repeat(self, name: str, seconds: float, action: Callable[[], Awaitable[bool | None]]) -> None:
         failing = False
         while True:
             try:
-                await action()
+                has_acted = await action()
             except (DBAPIError, PoolTimeout, OSError) as error:
                 # once for an outage
                 if not failing:
                     log.warning(f"{name}_failed", error=str(error).splitlines()[0])
                 failing = True
             else:
-                failing = False
+                # what was left out did not go well either
+                failing = failing and has_acted is False
             await asyncio.sleep(seconds)
 
-    async def _beat(self) -> None:
-        """Say that this sender works, if it does."""
-        if time.monotonic() < self._turned_at + 2 * beats.BEAT_SECONDS:
+    async def _beat(self) -> bool:
+        """Say that this sender works, if it does; whether it does."""
+        works = time.monotonic() < self._turned_at + 2 * beats.BEAT_SECONDS
+        if works:
             await self._execute(beats.beat(beats.SENDER))
+        return works
 
     async def _reap(self) -> None:
         for lost in await self._execute(deliveries.reap()):
