@@ -191,11 +191,13 @@ class Sweeper:
             purged = session.scalars(leftovers.purged_lately(hours=_PURGED_AGAIN_HOURS)).all()
         failures = self._failures_of_pass()
         for job in purged:
-            count = _try(job, self._store_of(job), self._remove_objects_of, failures, "late_objects_may_stay")
-            if count is None:
+            outcome = _try(job, self._store_of(job), self._remove_objects_of, failures)
+            if not isinstance(outcome, int):
                 self.num_unsure += 1
-            elif count:
-                log.info("late_objects_removed", job_id=job.id, count=count)
+                if outcome is not None:
+                    log.warning("late_objects_may_stay", error=_line(outcome), **_named(job))
+            elif outcome:
+                log.info("late_objects_removed", job_id=job.id, count=outcome)
         if failures.first is not None:
             raise failures.first
 
@@ -354,8 +356,11 @@ class Sweeper:
                 removal.after = None
                 return
             for row in found:
-                if _try(row, removal.store_of(row), removal.remove, failures, "objects_stay") is None:
+                outcome = _try(row, removal.store_of(row), removal.remove, failures)
+                if not isinstance(outcome, int):
                     self.num_stuck += 1
+                    if outcome is not None:
+                        log.warning("objects_stay", error=_line(outcome), **_named(row))
                 else:
                     with self._engine.begin() as connection:
                         connection.execute(removal.mark(row.id))
@@ -416,22 +421,22 @@ class Sweeper:
 
 
 def _try(
-    row: _Owner, store: ObjectStore, remove: Callable[[_Owner], int], failures: _Failures, event: str
-) -> int | None:
-    """How many objects of a job or file in this bucket were removed. None where that failed, which is logged as
-    `event`, or was not tried any more."""
-    error = failures.left_alone(store)
-    if error is None:
-        try:
-            return remove(row)
-        except StorageError as failure:
-            error = failure
-            failures.add(store, error)
-    elif not failures.is_patient:
+    row: _Owner, store: ObjectStore, remove: Callable[[_Owner], int], failures: _Failures
+) -> int | StorageError | None:
+    """How many objects of a job or file in this bucket were removed, or why they may stay; None where that is told of
+    the bucket already."""
+    if (error := failures.left_alone(store)) is not None:
         # the next pass may come to it, and would name it again and again
-        return None
-    log.warning(event, error=str(error).splitlines()[0], **_named(row))
-    return None
+        return error if failures.is_patient else None
+    try:
+        return remove(row)
+    except StorageError as failure:
+        failures.add(store, failure)
+        return failure
+
+
+def _line(error: StorageError) -> str:
+    return str(error).splitlines()[0]
 
 
 def _named(row: Job | File) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""What senders do with a log of webhooks that has grown long."""
+"""What senders and sweepers do with a log of webhooks that has grown long."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from rushes_core.settings import Settings
+from rushes_core.sweeper import Sweeper
 from rushes_core.webhooks import deliveries
 from rushes_core.webhooks.tables import WebhookDelivery
 from sqlalchemy import Connection, text
@@ -67,8 +69,9 @@ SELECT new_webhook_delivery_id(), 'default', '{endpoint}', 'evt_' || n, 'video.c
     now() - interval '31 days' * least(1, n % {NUM_DELIVERIES}) FROM generate_series(0, {NUM_DELIVERIES}) AS n
 """)
         )
-    with SenderThread(settings):
-        wait_until(lambda: len(hooks.deliveries()) == 2)
+    with closing(Sweeper(settings)) as sweeper:
+        assert sweeper.tidy() == []
+    assert len(hooks.deliveries()) == 2
     hooks.close()
 
 
