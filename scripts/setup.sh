@@ -24,8 +24,14 @@ for name in ("requirements/cpu.lock", "requirements/openai2.lock", "pyproject.to
     print(hashlib.sha256(open(name, "rb").read()).hexdigest(), name)'
 }
 
-if [ -f "$STAMP" ] && fingerprint 2>/dev/null | cmp -s - "$STAMP"; then
-    exit 0
+is_done() { [ -f "$STAMP" ] && fingerprint 2>/dev/null | cmp -s - "$STAMP"; }
+
+is_done && exit 0
+# two at once would take each other's environment away
+if command -v flock >/dev/null 2>&1; then
+    exec 9<.
+    flock -n 9 || { say "another one is at work in this directory: waiting for it"; flock 9; }
+    is_done && exit 0
 fi
 
 # The first interpreter of version 3.11 or newer that can make virtual environments.
