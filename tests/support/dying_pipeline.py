@@ -2,11 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from rushes_core.contract import InferenceContract
-from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
+from rushes_worker.pipeline.base import Remainder, RenderRequest, Reporter
 
 
 def _die() -> None:
@@ -19,17 +17,7 @@ class DyingPipeline:
 
     precision = "none"
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        contract: InferenceContract | None,
-        rank: int,
-        sp: int,
-        device: str,
-        options: Sequence[str],
-        watch: LoadWatch,
-    ) -> None:
+    def __init__(self, checkpoint: Path, **given: object) -> None:
         _die()
 
     def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:
@@ -39,17 +27,7 @@ class DyingPipeline:
 class DyingAtWork(DyingPipeline):
     """Is ready, and dies of every job."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        contract: InferenceContract | None,
-        rank: int,
-        sp: int,
-        device: str,
-        options: Sequence[str],
-        watch: LoadWatch,
-    ) -> None:
+    def __init__(self, checkpoint: Path, **given: object) -> None:
         pass
 
     def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:

@@ -4,13 +4,11 @@
 [fill rank 1]   that rank alone, and the others wait for it in a collective
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rushes_core.contract import InferenceContract
-from rushes_worker.pipeline.base import LoadWatch, RenderRequest, Reporter
+from rushes_worker.pipeline.base import RenderRequest, Reporter
 
 HUNGRY = "support.hungry_pipeline:HungryPipeline"
 _BLOCK = 1 << 30
@@ -22,17 +20,7 @@ class HungryPipeline:
 
     precision = "no model"
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        contract: InferenceContract | None,
-        rank: int,
-        sp: int,
-        device: str,
-        options: Sequence[str],
-        watch: LoadWatch,
-    ) -> None:
+    def __init__(self, checkpoint: Path, *, rank: int, sp: int, device: str, **given: object) -> None:
         self._rank = rank
         self._sp = sp
         self._device = device

@@ -1,12 +1,11 @@
 """The real pipeline, which also keeps what it hands over: raw frames and sound, before any encoder has seen them."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rushes_core.contract import InferenceContract
-from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
+from rushes_worker.pipeline.base import Remainder, RenderRequest, Reporter
 from rushes_worker.pipeline.fasth3 import FastH3Pipeline
 from rushes_worker.pixels import PixelFormat
 
@@ -18,20 +17,8 @@ FOLDER = "KEEPING_FOLDER"
 class KeepingPipeline:
     """Implements `pipeline.base.PipelineFactory` and `Pipeline`."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        contract: InferenceContract | None,
-        rank: int,
-        sp: int,
-        device: str,
-        options: Sequence[str],
-        watch: LoadWatch,
-    ) -> None:
-        self._pipeline = FastH3Pipeline(
-            checkpoint, contract=contract, rank=rank, sp=sp, device=device, options=options, watch=watch
-        )
+    def __init__(self, checkpoint: Path, **given: Any) -> None:
+        self._pipeline = FastH3Pipeline(checkpoint, **given)
         self.precision = self._pipeline.precision
 
     def render(self, request: RenderRequest, reporter: Reporter) -> Remainder | None:

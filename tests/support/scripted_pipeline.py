@@ -29,13 +29,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from rushes_core.clip import AUDIO_SAMPLE_RATE, FPS, Clip
-from rushes_core.contract import InferenceContract
 from rushes_core.errors import CheckpointError, GenerationError, InvalidRequest, NotFinite, OutOfMemory
 from rushes_worker.pipeline.base import LoadWatch, Remainder, RenderRequest, Reporter
 
@@ -49,17 +47,7 @@ class ScriptedPipeline:
 
     precision = "no model"
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        contract: InferenceContract | None,
-        rank: int,
-        sp: int,
-        device: str,
-        options: Sequence[str],
-        watch: LoadWatch,
-    ) -> None:
+    def __init__(self, checkpoint: Path, *, rank: int, sp: int, watch: LoadWatch, **given: object) -> None:
         self._rank = rank
         self._sp = sp
         with watch.stage("loading weights"):
