@@ -80,10 +80,8 @@ def scaled_linear(x: Quantised, weight: Quantised, dtype: torch.dtype, out_SM: T
 
         if scaled_linear_hopper.takes(x, weight, dtype, out_SM):
             return scaled_linear_hopper.scaled_linear(x, weight, dtype, out_SM)
-        if _library_takes(x, weight, dtype):
-            product_SM = scaled_mm(x, weight, dtype)
-            return product_SM if out_SM is None else out_SM.copy_(product_SM)
-    product_SM = scaled_linear_ref(x, weight, dtype)
+    by_library = may_run_kernel("scaled_linear", x.values_SC) and _library_takes(x, weight, dtype)
+    product_SM = (scaled_mm if by_library else scaled_linear_ref)(x, weight, dtype)
     return product_SM if out_SM is None else out_SM.copy_(product_SM)
 
 
